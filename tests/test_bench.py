@@ -376,7 +376,7 @@ def test_all_rules_are_those_that_fit() -> None:
         (WARM, "top_beta,lenience", ["greedy,temperature=0", "top_beta,temperature=0", "gumbel", "lenience"]),
     ],
 )
-def test_lossy_rules_are_measured_beside_lossless_ones_at_a_temperature_that_suits_them(
+def test_lossy_rules_are_measured_with_a_lossless_one_at_a_temperature_that_fits(
     sampling: Sampling, rules: str, expected: list[str]
 ) -> None:
     found = contenders.with_rules(contenders.parse_methods("speculative", {}), rules, sampling)

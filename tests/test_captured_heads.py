@@ -1,4 +1,4 @@
-"""Heads in captured passes: the same text with random weights, and pauses and reused prefixes with right drafts."""
+"""Heads in captured passes: random weights change no text; drafts are right after pauses and for reused prefixes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_text_is_that_of_plain_decoding(kind: str, temperature: float, targe
     assert head.model.captures.count > 0
 
 
-def test_paused_requests_are_drafted_on(pair: tuple[Loaded, Loaded, int]) -> None:
+def test_paused_requests_keep_their_drafts(pair: tuple[Loaded, Loaded, int]) -> None:
     """Memory for two rows of 128 slots, or one of 256: one request is paused and read again."""
     target, head, length = pair
     prompts = [target.tokenizer.encode(words) for words in WORDS]
@@ -111,7 +111,7 @@ def test_paused_requests_are_drafted_on(pair: tuple[Loaded, Loaded, int]) -> Non
     assert min(target.model.captures.count, head.model.captures.count) > 0
 
 
-def test_a_reused_prefix_is_drafted_as_well(pair: tuple[Loaded, Loaded, int]) -> None:
+def test_a_reused_prefix_gets_the_same_drafts(pair: tuple[Loaded, Loaded, int]) -> None:
     target, head, _ = pair
     prompt = target.tokenizer.encode("".join(WORDS) * 3)
     longer = [*prompt, *prompt[:5]]

@@ -60,7 +60,7 @@ def test_a_draft_is_steered_if_that_is_faster(
     for _ in range(2):
         assert run_command(*given) == 0
         said = capsys.readouterr().err
-        assert "kind: standalone, then steered on top if that is faster, because " in said
+        assert "kind: standalone and a steering of it, because " in said
         assert f"on held-out prompts: {PLAIN} 0.1" in said
         assert f"; use --draft {out / 'draft'}" in said.replace("\n", "")
         assert (out / "draft" / STEERING).is_file() == (steered > 1.0)
@@ -114,7 +114,7 @@ def test_the_fastest_is_advised(speeds: dict[str, float], advice: str) -> None:
     assert verdict(speeds, "out/draft").endswith(f"; {advice}")
 
 
-def test_a_budget_in_which_nothing_is_learnt_is_refused_before_text_is_written(
+def test_a_budget_too_short_for_the_warm_up_is_refused_before_text_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "operations_per_second", lambda device: 1e6)
@@ -129,7 +129,7 @@ def test_a_budget_in_which_nothing_is_learnt_is_refused_before_text_is_written(
     ]
     assert run_command(*given, "--budget", "2s") == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "the budget is 2 s, the least useful one here is about" in said
+    assert "the budget is 2 s, it must be at least about" in said
     assert not (out / "text").exists()
 
 

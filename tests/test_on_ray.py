@@ -19,7 +19,7 @@ from outpace.server.on_ray import Placement, build, read_arguments
 needs_no_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
 
 
-def test_texts_become_values() -> None:
+def test_texts_are_converted() -> None:
     given = {"target": "M", "draft": "auto", "batch": "4", "exact": "true", "kv_memory": "1.5", "width": "3"}
     given |= {"replicas": "2", "num_gpus": "0.5", "max_queue": "7", "allow_method": "card,planned", "insecure": "true"}
     loading, options, placement = read_arguments(given)
@@ -28,7 +28,7 @@ def test_texts_become_values() -> None:
     assert placement == Placement(2, 1.0, 0.5)
 
 
-def test_values_are_taken_as_they_are() -> None:
+def test_other_values_are_kept() -> None:
     loading, options, placement = read_arguments({"batch": 4, "allow_method": ["card"], "replicas": 3})
     assert (loading, options.methods, placement.replicas) == ({"batch": 4}, ("card",), 3)
 
@@ -58,7 +58,7 @@ def test_every_argument_of_the_library_has_a_type() -> None:
         ({"api_key_file": "/no/such/file"}, "/no/such/file"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(given: dict[str, Any], says: str) -> None:
+def test_wrong_arguments_give_one_sentence(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         read_arguments(given)
 
@@ -69,7 +69,7 @@ def test_resources_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["ray:num_gpus", "ray:=1", "ray:num_cpus=-1", "ray:num_cpus=nan", "ray:a=b"])
-def test_wrong_resources_are_one_sentence(text: str) -> None:
+def test_wrong_resources_give_one_sentence(text: str) -> None:
     with pytest.raises(UserError, match="it must be ray, or ray:NAME=AMOUNT"):
         read_resources(text)
 

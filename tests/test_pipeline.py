@@ -225,8 +225,8 @@ def test_a_trained_head_is_refused(folder: Path, tmp_path: Path) -> None:
         load_draft(head, found.loaded)
 
 
-def test_rows_are_awaited_before_they_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over gloo: messages of any size arrive whole, and a rank that has sent once need not wait for the receiver."""
+def test_receives_are_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo: messages of any size arrive whole, and after the first one a sender does not wait for the receiver."""
     store, limit = dist.HashStore(), timedelta(seconds=20)
     with ThreadPoolExecutor(2) as threads:
         groups = list(threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2)))

@@ -153,7 +153,7 @@ def test_drafts_that_do_not_pay_end(count: int, folder: Path) -> None:
 
 
 def test_a_batch_that_any_draft_slows_down_gets_few(folder: Path) -> None:
-    """A pass with drafts takes 12 ms more, rows are cheap. A few accepted tokens in each do not pay; many do."""
+    """A pass with drafts takes 12 ms longer, rows are cheap. A few accepted tokens per pass do not pay; many do."""
     serving = Serving(row=0.5, jump=12.0)
     proposer = proposer_of(folder, serving)
     texts = [partly_repeated(seed) for seed in range(32)]
@@ -163,7 +163,7 @@ def test_a_batch_that_any_draft_slows_down_gets_few(folder: Path) -> None:
     assert took < 360 * 0.0135 / 1.2
 
 
-def test_rows_are_found_wherever_they_are(folder: Path) -> None:
+def test_rows_may_change_places(folder: Path) -> None:
     """Rows that change places and end at different times are drafted as well as rows that keep their place."""
     times = []
     for moves in (False, True):
@@ -242,7 +242,7 @@ def test_a_draft_worker_with_other_tokens_is_refused(folder: Path) -> None:
         Proposer(config(folder, {"worker": f"grpc://127.0.0.1:{relay.port}"}))
 
 
-def test_an_exception_is_one_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_gives_one_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = Proposer(config(folder))
     texts = np.array([repeated()], np.int32)
 
@@ -263,8 +263,8 @@ def test_an_exception_is_one_warning(folder: Path, monkeypatch: pytest.MonkeyPat
         ({"drafter": "eagle"}, "unknown drafter for vLLM 'eagle'"),
         ({"drafter": "ngram", "longst": 3}, "unknown option 'longst'.*did you mean 'longest'"),
         ({"drafter": "ngram", "longest": 0}, "longest is 0"),
-        ({"drafter": "model"}, "drafter model runs a draft model"),
-        ({"drafter": "ngram", "draft": "d"}, "drafter model runs a draft model"),
+        ({"drafter": "model"}, "name a draft if, and only if, drafter model is used"),
+        ({"drafter": "ngram", "draft": "d"}, "name a draft if, and only if, drafter model is used"),
         ({"max_rows": 0}, "max_rows is 0"),
         ({"worker": "there"}, "worker is 'there', it must be the address of a draft worker"),
         ({"worker": "grpc://127.0.0.1:1", "drafter": "ngram"}, "name drafter 'ngram' there, not here"),
@@ -304,13 +304,13 @@ def test_what_vllm_cannot_do_is_refused(changes: dict[str, Any], sentence: str, 
 @pytest.mark.parametrize(
     ("version", "is_tested"), [("0.31.2", False), ("0.33.1", True), ("0.34.0", False), ("1", False)]
 )
-def test_other_versions_need_a_word(
+def test_other_versions_need_the_option_untested(
     version: str, is_tested: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
     if is_tested:
         Proposer(config(folder))
         return
-    with pytest.raises(UserError, match=f"vLLM {version} is not tested with outpace, 0.32 to 0.33 are"):
+    with pytest.raises(UserError, match=f"vLLM is version {version}, outpace works with 0.32 to 0.33"):
         Proposer(config(folder))
     Proposer(config(folder, {"untested": True}))

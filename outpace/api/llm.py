@@ -85,7 +85,8 @@ class LLM(AbstractContextManager["LLM"]):
         batch: maximum number of requests that run at once; the others wait.
         kv_memory: GiB for the KV caches of target and draft; None: half of the free memory. When it is used up,
             requests are paused.
-        rules: further rules that a request may choose by the argument `rule` of `stream` and `generate`.
+        rules: names of rules that a request may choose instead of `rule`, with their options and hidden states; others
+            can be chosen if they need neither.
         reuse: a prompt that shares a prefix with an earlier text starts from its KV cache (prefix cache), and the
             continuation of that text is proposed (drafter `prediction`).
 
@@ -143,9 +144,8 @@ class LLM(AbstractContextManager["LLM"]):
         build = replace(build, part_options={name: arrays.to_python(value) for name, value in part_options.items()})
         build = build.resolve(self.target, self.draft, self._profile.method if self._profile else None)
         self.build_options, self.method, self.rule = build, build.method, build.rule
-        self._rules: dict[
-            tuple[str, bool, bool], Rule
-        ] = {}  # one instance for all requests, so that they share batches
+        # One instance for all requests, so that they share batches.
+        self._rules: dict[tuple[str, bool, bool], Rule] = {}
         self._decoder = registry.find("decoders", self.method)
         self._plain = registry.find("decoders", "autoregressive")
         self._options = registry.build_options(self._decoder, build.part_options)
@@ -209,7 +209,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         A text is continued as it is, without the model's chat template; messages go through the template. `choice`:
         number of the answer, for several sampled answers to one prompt. `plain`: decode without speculation; the text
-        is the same. `drafter`, `rule`: name of one of the drafters, and of the rules, that the LLM was created with.
+        is the same. `drafter`: name of one of the drafters that the LLM was created with. `rule`: name of a rule, see
+        `rules` of the LLM.
         """
         params, choice = read_params(sampling_params, options), arrays.to_python(choice)
         if params.n > 1:
@@ -317,8 +318,10 @@ class LLM(AbstractContextManager["LLM"]):
         rule: str | None = None,
         method: str | None = None,
     ) -> PreparedRequest:
-        """Prepare a request without submitting it, for callers that step the engine themselves; thread-safe. `method`:
-        None for that of the LLM."""
+        """Prepare a request without submitting it, for callers that step the engine themselves; thread-safe.
+
+        `method`: name of the decoder; None: the LLM's own.
+        """
         tokens = tokens_of(prompt, self.tokenizer)
         if params.prediction and not plain:
             check_prediction(drafter or self.build_options.drafter)
@@ -351,8 +354,8 @@ class LLM(AbstractContextManager["LLM"]):
     def _choose_decoder(
         self, rule: Rule, name: str | None, plain: bool, drafter: str | None, method: str | None
     ) -> tuple[type[Decoder], Any, str]:
-        """Return a request's decoder, its options and its name. UserError if it does not fit the rule that the request
-        has named."""
+        """Return a request's decoder, its options and its name. UserError if the decoder does not fit the rule `name`
+        that the request chose."""
         if plain:
             return self._plain, self._plain.Options(), "autoregressive"
         if method is None and name is not None and self.method == AUTO and not rule.traits.same_text:

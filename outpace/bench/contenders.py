@@ -20,10 +20,10 @@ AUTO = "auto"
 ALL = "all"
 SYNTAX = "write NAME or NAME:OPTION=VALUE,OPTION=VALUE, joined by commas, as in card:drafter=model+ngram,nodes=8"
 GUESS = "guess"  # option: every n-th token of the predicted answer is replaced by a wrong one
-TEMPERATURE = "temperature"  # option: in place of the bench's
+TEMPERATURE = "temperature"  # option: replaces the bench's temperature
 INTEGER_OPTIONS = ("nodes", "draft_threads", GUESS)  # of the engine or the bench, not of a method
 BOOLEAN_OPTIONS = ("profile",)
-TRAINED_RULES = ("judge",)  # they need a file
+TRAINED_RULES = ("judge",)  # rules that need a file
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
 
 
 def baseline(label: str) -> str:
-    """Return the label of plain decoding at the temperature of the method that a label describes."""
+    """Return the label of plain decoding at the temperature of the method with this label."""
     temperature = parse_options("methods", label)[-1][2].get(TEMPERATURE)
     return PLAIN if temperature is None else f"{PLAIN}:{TEMPERATURE}={float(temperature):g}"
 
 
 def _with_baselines(methods: Sequence[Contender]) -> list[Contender]:
-    """Put plain decoding at each temperature first."""
+    """Return the methods, preceded by plain decoding at each of their temperatures."""
     found = {one.label: one for one in methods if one.name == PLAIN}
     for one in methods:
         label = baseline(one.label)
@@ -174,8 +174,8 @@ def with_rules(methods: Sequence[Contender], text: str, sampling: Sampling) -> l
     """Combine each method with each rule of `text`, except methods that draft nothing or name a rule themselves.
 
     "all" means the rules that fit the method and the temperature, without those that need a file. A named rule that
-    does not work at this temperature is measured at 1 or 0 instead. At each temperature with lossy rules, the lossless
-    default rule is measured too. UserError for a rule that is unknown or does not fit.
+    does not work at this temperature is measured at 1 or 0 instead. If all rules at a temperature are lossy, the
+    lossless default rule is added. UserError for a rule that is unknown or does not fit.
     """
     chosen = [] if text.strip() == ALL else parse_options("rules", text)
     for _, name, _ in chosen:

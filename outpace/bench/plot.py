@@ -24,7 +24,7 @@ QUALITY_TITLES = {
     "perplexity": "speed and perplexity of the text\n(hollow: lossy; line: plain decoding)",
     "accuracy": "speed and right answers\n(hollow: lossy; line: plain decoding)",
 }
-_JUDGE = re.compile(r"(?<=,judge=)[^,]*/(?=[^,/])")  # the path before a judge's last folder
+_JUDGE = re.compile(r"(?<=,judge=)[^,]*/(?=[^,/])")  # the parent folders of a judge
 
 
 def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
@@ -158,7 +158,7 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
     for place, (point, row) in enumerate(sorted(zip(points, rows, strict=True), key=lambda pair: pair[0])):
         name = _JUDGE.sub("", row.label.partition("rule=")[2]) or row.label
         x, side = (-7, "right") if point[0] > middle else (7, "left")
-        offset = x, (4, -4)[place % 2]  # names of neighbours one above the other
+        offset = x, (4, -4)[place % 2]  # so that names of neighbours do not overlap
         style = {"textcoords": "offset points", "fontsize": 7, "color": colors[row.label], "va": "center", "ha": side}
         text = axes.annotate(name, point, offset, **style)
         text.set_in_layout(False)

@@ -28,8 +28,8 @@ BUSY = 0.5  # load per core, at the start, above which the report warns
 CAPTION = (
     "tokens/s: decoding only, all tokens over all time; quartiles: of the prompts' medians. Speedup: over plain"
     " decoding of the same prompts; worst: of one prompt. First: to the first token (median); p50, p99: between two"
-    " rounds' arrivals. Same text: as plain decoding at the same temperature"
-    " and precision, answers compared."
+    " rounds' arrivals. Same text: as plain decoding at the same"
+    " temperature and precision, answers compared."
 )
 COST_CAPTION = (
     " Joules: of the whole machine, prefill included. Peak: memory of a process with this method and its workers alone."

@@ -58,8 +58,8 @@ class LinkError(RuntimeError):
 
 
 class Address(NamedTuple):
-    """Where another machine listens: grpc://HOST:PORT, or grpcs://HOST:PORT with TLS. An API key may precede HOST, as
-    in grpc://KEY@HOST:PORT; the default is that in OUTPACE_API_KEY."""
+    """Where another machine listens: grpc://HOST:PORT, or grpcs://HOST:PORT with TLS. An API key may precede the host,
+    as in grpc://KEY@HOST:PORT; by default it is read from OUTPACE_API_KEY."""
 
     host: str
     port: int
@@ -77,7 +77,7 @@ def is_address(text: Any) -> bool:
 
 
 def read_address(text: str) -> Address:
-    """Read an address; UserError for anything else, or an unknown host."""
+    """Parse an `Address`; UserError for any other text, or an unknown host."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port

@@ -47,8 +47,8 @@ class BenchFlags:
     rules: str = flag(
         "",
         "Rules, joined by commas, each with options of its own if needed, as in block,lenience:lenience=0.4; each"
-        " of the methods is measured with each of them, and a lossless one with the lossy ones. A rule that does not"
-        " work at this temperature is measured at 1 or 0. all: those that fit a method and the temperature.",
+        " method is measured with each rule. If all rules are lossy, a lossless one is added. A rule that does not work"
+        " at this temperature is measured at 1 or 0. all: those that fit a method and the temperature.",
     )
     peers: str = flag("", "Other engines, joined by commas, as in llama_cpp,transformers; or all.")
     prompts: int = flag(10, "Number of prompts taken from the start of each task.")

@@ -106,8 +106,8 @@ class EvaluationFlags:
 
 @dataclass(frozen=True)
 class PackingFlags:
-    """Packing removes the parts of a draft that its target has too; both directions write to `--out`. Other engines
-    take the unpacked folder, or a GGUF file."""
+    """Packing removes the parts of a draft that its target has too; packing and unpacking write to `--out`. Other
+    engines need the unpacked folder or a GGUF file."""
 
     panel: ClassVar[str] = "Packing"
     pack: str | None = flag(
@@ -260,8 +260,8 @@ def _options(
         name = shipped_model().stem if target is None else Path(target).name
         kind, steers, why = choose_kind(out, device, name, is_open)
         if why:
-            then = ", then steered on top if that is faster" if steers else ""
-            display.say(f"kind: {kind}{then}, because {why}; --kind names another")
+            more = " and a steering of it" if steers else ""
+            display.say(f"kind: {kind}{more}, because {why}; --kind names another")
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     rate = training.learning_rate

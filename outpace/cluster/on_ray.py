@@ -1,4 +1,4 @@
-"""A draft worker as an actor on a Ray cluster: Ray finds a machine with the resources, and tokens go over gRPC."""
+"""Runs a draft worker as an actor on a Ray cluster: Ray chooses a machine with the resources, gRPC sends the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outpace.core.errors import UserError, require
 from outpace.core.lazy import num_cores, set_num_threads
 from outpace.models.options import LoadOptions
 
-_START_SECONDS = 300.0  # in which Ray must find a machine and the draft model must load
+_START_SECONDS = 300.0  # time for Ray to find a machine, and for the draft model to load
 _actors: list[Any] = []  # Ray ends an actor that no variable refers to
 
 

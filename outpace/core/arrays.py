@@ -20,7 +20,7 @@ def to_python(value: Any) -> Any:
 
 
 def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
-    """Concatenate arrays, or tensors, of rows; with axis 1 side by side."""
+    """Concatenate numpy arrays or torch tensors along an axis."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts, axis) if isinstance(parts[0], np.ndarray) else torch.cat([*parts], axis)

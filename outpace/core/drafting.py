@@ -68,7 +68,7 @@ class TargetFeedback(NamedTuple):
 
 
 def join_feedback(outputs: Sequence[TargetFeedback]) -> TargetFeedback:
-    """Join the outputs of several rounds."""
+    """Concatenate the outputs of several rounds, oldest first."""
     if len(outputs) == 1:
         return outputs[0]
     ids = [one for output in outputs for one in output.ids]

@@ -308,7 +308,7 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
-_MOST_OUTPUTS = 16  # rounds whose output is kept for a drafter
+_MOST_OUTPUTS = 16  # outputs kept until a drafter must observe them
 
 
 class PendingObservations:
@@ -333,7 +333,8 @@ class PendingObservations:
 
     @property
     def is_due(self) -> bool:
-        """Whether the drafter must observe now: the target's output is that of more than a plain round, or of many."""
+        """Whether the drafter must observe now, not when it drafts next: the last output has several nodes or top
+        tokens, or `_MOST_OUTPUTS` outputs are kept."""
         if not self._outputs:
             return False
         last = self._outputs[-1]

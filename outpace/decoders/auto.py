@@ -51,11 +51,11 @@ class Auto(Decoder):
             while True:
                 planner.begin()
                 yield from _look_up(tree, planner)
-                if context.chains:
+                if context.chains:  # so that the model extends only the branch that can be verified
                     tree = tree.copy(best_chain(tree))
                 if not planner.is_plain:
                     yield from _grow(tree, planner)
-                if context.chains:
+                if context.chains:  # the model may have added branches
                     tree = tree.copy(best_chain(tree))
                 if len(nodes := planner.chosen(tree)) < len(tree):
                     tree = tree.copy(nodes)

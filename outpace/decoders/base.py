@@ -26,7 +26,7 @@ class RequestContext(PlanningContext):
     """One running request as its decoder sees it; nothing of other requests but their number and rows."""
 
     request: Request
-    chains: bool = False  # the target verifies one branch only
+    chains: bool = False  # the engine verifies one chain per request, not a tree
     candidates: CandidateCache = field(init=False, repr=False)  # only for decoders that need a worker
     correct: Callable[[Correction], None] = field(default=_ignore, repr=False)  # sends the worker the new root
     set_directives: Callable[[DraftDirectives], None] = field(

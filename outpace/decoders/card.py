@@ -86,8 +86,8 @@ def directives(options: Card.Options) -> DraftDirectives:
 
 
 def num_rows(context: RequestContext, chances: Sequence[float] | None = None) -> int:
-    """Return how many of the best candidates, root included, are worth their rows at measured times; `chances`: of a
-    chain's nodes, instead of all candidates'."""
+    """Return how many of the best candidates, root included, are worth their rows at measured times. `chances`: the
+    probabilities that each node of a chain is accepted; None: those of all candidates."""
     if chances is None:
         chances = context.candidates.best_chances(context.budget - 1)
     price = context.costs.tokens_per_second(context.requests)

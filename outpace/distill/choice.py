@@ -13,12 +13,12 @@ from outpace.distill.report import read_state
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.load import Loaded
 
-PLAIN, TRAINED, STEERED_DRAFT = "plain decoding", "the trained draft", "the same steered"
+PLAIN, TRAINED, STEERED_DRAFT = "plain decoding", "the trained draft", "the trained draft with steering"
 COMPARED, TOKENS = 6, 96  # prompts, and most tokens of each answer
 
 
 class KindChoice(NamedTuple):
-    """The kind of draft to train, whether to train a steering of it too, and the reason; "" if there was no choice."""
+    """The kind of draft to train, whether to train a steering of it too, and the reason: "" if there was no choice."""
 
     kind: str
     steers: bool
@@ -37,7 +37,7 @@ def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) 
         return KindChoice("standalone", False, "")
     if not device.startswith("cpu"):
         return KindChoice(
-            "eagle3", False, "a GPU writes enough text for a head, whose step is cheap next to the target's"
+            "eagle3", False, "a GPU writes enough text for a head, whose draft step is cheap next to a target pass"
         )
     if shipped_draft(target_name) is not None:
         return KindChoice(

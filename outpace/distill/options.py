@@ -29,7 +29,7 @@ from outpace.models.runtimes import RUNTIMES
 START = "start"  # writes the draft as training begins with it; not among "all"
 STAGES = ("text", "train", "judge", "all", START)
 TEMPERATURES = (0.0, 0.8, 1.0)
-TEXT, TRAINING, DRAFT, STEERED = "text", "training", "draft", "steered"  # folders; the last is a run in a run
+TEXT, TRAINING, DRAFT, STEERED = "text", "training", "draft", "steered"  # folders; the last: the steering's run
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class DistillOptions(CheckedOptions):
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
     kind: str = "standalone"
-    steers: bool = False  # after a draft of the kind standalone, train a steering of it, and keep it if that is faster
-    shards: Path | None = None  # folder of the text; None: that of the run
+    steers: bool = False  # after a standalone draft, train a steering of it, and keep it if it is faster
+    shards: Path | None = None  # folder of the text; None: the run's own
     taps: tuple[int, ...] | None = None  # layers whose hidden states the draft reads; None: those of draft or kind
     shape: DraftShape = field(default_factory=DraftShape)
     writer: WriterOptions = field(default_factory=WriterOptions)

@@ -42,9 +42,9 @@ from outpace.models.options import LoadOptions
 from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
-STEERED_SHARE = 0.3  # of the time for training, if a steering is trained too
-# Of a large vocabulary, a standalone draft that no flag shapes gets the most frequent tokens: on a CPU most of a
-# training step would go to logits that the text never needs.
+STEERED_SHARE = 0.3  # part of the time for training that a steering gets, if one is trained too
+# For targets with more than LARGE_VOCAB tokens, a standalone draft without options of its shape scores only the
+# REDUCED_VOCAB most frequent ones: on a CPU the logits of rare tokens would take most of a training step.
 LARGE_VOCAB, REDUCED_VOCAB = 65_536, 16_384
 EVALUATION = "judgement.json"
 UNRECORDED = ("save_every", "seconds")  # training options that do not affect the weights
@@ -113,8 +113,8 @@ def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaCo
 
 
 def _check_budget(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
-    """Check that a new training's share of the budget suffices for the steps in which the learning rate rises, by the
-    arithmetic of a step and the measured speed of a matrix product."""
+    """Raise UserError if the budget of a new training is too short for its warm-up steps. Their time is estimated from
+    the number of operations and the measured speed of a matrix product."""
     assert options.seconds is not None
     if (options.out / TRAINING / CURVE).exists():
         return
@@ -125,9 +125,9 @@ def _check_budget(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaC
     least = train.warmup * operations / operations_per_second(options.device) / share
     if options.seconds < least:
         raise UserError(
-            f"the budget is {options.seconds:g} s, the least useful one here is about {least:.0f} s: a training step"
-            f" takes about {least * share / train.warmup:.2g} s, and in the first {train.warmup} the learning rate"
-            " rises; name a longer --budget, a smaller --vocab or fewer --layers"
+            f"the budget is {options.seconds:g} s, it must be at least about {least:.0f} s: a training step takes about"
+            f" {least * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate; give a"
+            " longer --budget, a smaller --vocab or fewer --layers"
         )
 
 
@@ -291,7 +291,7 @@ def write_gguf(run: Path, target: Path, file: Path) -> None:
         raise UserError(f"{file} already exists")
     draft = run / DRAFT if (run / DRAFT).is_dir() else run
     if not (draft / "config.json").is_file():
-        raise UserError(f"{run} holds no draft: --out is a run's folder or a draft's")
+        raise UserError(f"{run} holds no draft: --out must be the folder of a run or of a draft")
     if kind_of_head(draft) is not None:
         raise UserError(f"{draft} is a head, which llama.cpp cannot run as a draft model")
     whole = complete_draft(draft, target) if is_packed(draft) else draft

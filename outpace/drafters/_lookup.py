@@ -67,7 +67,7 @@ def kind_of(length: int, grade: Certainty = Certainty.SURE, origin: int = 0) -> 
 @dataclass
 class LookupState(DraftState):
     """`proposed`: the tokens proposed below each node, by node id, with their kinds. `rates`: this request's own
-    rates. `log_rates`: what `LookupDrafter.log_rate` returned since they were learnt last."""
+    rates. `log_rates`: cached results of `LookupDrafter.log_rate`, until the rates change."""
 
     proposed: dict[int, dict[int, int]] = field(default_factory=dict)
     rates: dict[int, DecayedMean] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class LookupDrafter(Drafter, Generic[State]):
         return first + len(tokens) - 1
 
     def log_rate(self, state: State, kind: int) -> float:
-        """Return the logarithm of how often a copy of this kind is accepted."""
+        """Return the log of the acceptance rate of copies of this kind."""
         known = state.log_rates.get(kind)
         if known is None:
             value = (state.rates.get(kind) or self._rates[kind]).value

@@ -25,11 +25,11 @@ _CHILDREN = 2  # children per expanded node that a forward may always add
 
 @dataclass(frozen=True)
 class ModelOptions(MethodOptions):
-    """`width`: number of nodes that a forward expands in each request, and of children that each gets; `tree_nodes`:
-    maximum size of the tree; `floor`: nodes that the target reaches with a lower probability are not expanded;
-    `draft_window`: number of trailing tokens that the draft reads when drafting begins (0: all; by default as its
-    config.json says); `draws`: children drawn below a node of depth 0, 1, ..., for rules that judge several drawn
-    children."""
+    """`width`: number of nodes that a forward expands in each request, and of children that each of them gets;
+    `tree_nodes`: maximum size of the tree; `floor`: lowest estimated probability of a node that is expanded;
+    `draft_window`: number of trailing tokens that the draft model reads when drafting begins (0: all; default: the one
+    in its config.json); `draws`: number of children drawn below a node at depth 0, 1, ..., for rules that verify
+    several drawn children."""
 
     width: int = whole(4, 1, 512)
     tree_nodes: int = whole(256, 2, 1 << 20)

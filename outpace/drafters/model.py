@@ -24,8 +24,8 @@ from outpace.models.base import Model
 
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    """`steps`: number of draft steps that run in one CUDA graph; by default as many as a round usually takes, at most
-    8, on a GPU, and 1 elsewhere."""
+    """`steps`: number of draft steps in one CUDA graph; the default on a GPU is the usual number per round, at most 8,
+    and elsewhere 1."""
 
     steps: int | None = whole(None, 1, MAX_STEPS)
 

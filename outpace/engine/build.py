@@ -70,7 +70,7 @@ class BuildOptions:
 
     @property
     def known_rules(self) -> list[str]:
-        """The LLM's own rule and the others that a request may choose, by name; without "auto"."""
+        """The names of the LLM's own rule and of `rules`, without "auto"."""
         return [rule for rule in dict.fromkeys((self.rule, *self.rules)) if rule != "auto"]
 
     @property

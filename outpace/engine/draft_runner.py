@@ -202,7 +202,7 @@ class DraftRunner:
         feedback: TargetFeedback | None = None,
     ) -> TokenTree:
         """Return the next round's root after the committed `tokens`, and note the verdict for the drafter. The drafter
-        observes it when it drafts next, or at once if it needs the target's output of a tree."""
+        observes it when it drafts next, or at once if `PendingObservations.is_due`."""
         root = TokenTree(sequence.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
         if (state := sequence.draft.state) is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root

@@ -1,1 +1,1 @@
-"""Drafters of outpace for other engines."""
+"""Drafts for other engines."""

@@ -1,7 +1,7 @@
-"""Drafts for an engine that verifies one chain per request and hands over nothing but the texts of a batch's rows.
+"""Drafts for an engine that verifies one chain per request and passes only the token ids of the rows of a batch.
 
-A row is matched to its state by its text. Each state is a `TokenSequence` whose decoder runs here up to `Verify`; the
-next call brings the target's tokens, from which the verdict follows.
+Rows have no request ids, so each is matched to its state by its tokens. A state holds a `TokenSequence` whose decoder
+runs until it yields `Verify`; the next call passes the tokens that the target wrote, from which the verdict follows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.greedy import Greedy
 
-TRIALS = 0.01  # share of the time for drafts of batches in which drafts have not paid
+TRIALS = 0.01  # share of the time for trying drafts in batches of a size in which they have not paid
 
 
 def _option(requests: int) -> tuple[str, int]:
-    """Return the exploration budget's name for drafts of about as many requests."""
+    """Return the key in the exploration budget for batches of about this size."""
     return "batch", requests.bit_length()
 
 
@@ -38,13 +38,13 @@ class DraftedRow:
     def __init__(self, sequence: TokenSequence, capacity: int) -> None:
         self.sequence = sequence
         self.length = len(sequence.committed)
-        self.rounds = 0  # that the target has verified
+        self.rounds = 0  # number that the target has verified
         self._text = np.empty(capacity, np.int32)
         self._text[: self.length] = sequence.committed
 
     @property
     def chain(self) -> TokenTree | None:
-        """What the target verifies, None if the sequence has failed."""
+        """The chain that the target verifies; None if the decoder has failed."""
         return self.sequence.action.tree if isinstance(self.sequence.action, Verify) else None
 
     def precedes(self, text: np.ndarray, num_sampled: int) -> bool:
@@ -72,8 +72,8 @@ class RowDrafter:
         max_rows: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`draft_length`: most tokens of a chain. `max_rows`: most rows of a pass that the drafts of all requests may
-        make; larger batches get no drafts."""
+        """`draft_length`: maximum number of tokens in a chain. `max_rows`: maximum number of rows in a pass, drafts
+        included; larger batches get no drafts."""
         check_whole("max_rows", max_rows, 1)
         self._drafting, self._costs, self._decoder, self._options = drafting, costs, decoder, options
         self._draft_length, self._max_positions, self._max_rows = draft_length, max_positions, max_rows
@@ -81,13 +81,13 @@ class RowDrafter:
         self._rows: list[DraftedRow | None] = []  # by row of the last call
         self._planned = BatchRows()
         self._began = 0.0  # when the last call began
-        self._drafted = 0.0  # seconds of its drafting
+        self._drafted = 0.0  # seconds that it spent on drafting
 
     def propose(self, sampled: Sequence[Sequence[int]], lengths: Any, texts: Any) -> list[list[int]]:
         """Return a chain of tokens for each row, [] where none pays.
 
-        `sampled`: the tokens that the target has just written to each row; none while it reads a prompt. `texts`
-        [rows, positions] holds the texts, `lengths` [rows] how long they are with these tokens.
+        `sampled`: the tokens that the target has just written in each row; none while it reads a prompt. `texts`
+        [rows, positions] holds the token ids, `lengths` [rows] their numbers, with these tokens.
         """
         began = self._clock()
         drafting = [row for row, tokens in enumerate(sampled) if len(tokens)]
@@ -112,7 +112,7 @@ class RowDrafter:
         self._rows = []
 
     def _match(self, sampled: Sequence[Sequence[int]], lengths: Any, texts: Any) -> dict[int, DraftedRow]:
-        """Return the states of the rows that have one; end the others. A row usually stays in its place."""
+        """Return the states of the rows that have one; end all others. A row's last place is tried first."""
         free = {place: drafted for place, drafted in enumerate(self._rows) if drafted is not None}
         found: dict[int, DraftedRow] = {}
         unknown = []
@@ -163,8 +163,9 @@ class RowDrafter:
         return self._costs.statistic(" ".join(map(str, _option(requests))), 1.0, 2.0)
 
     def _may_draft(self, requests: int) -> bool:
-        """Return whether a batch gets drafts: one request always, several while their passes with drafts pay, or on
-        trial. The planner takes the cost of rows to rise evenly, but in some engines any draft makes a pass slower."""
+        """Return whether a batch gets drafts: always for one request, for several if passes with drafts have paid, or
+        as a trial. The planner assumes that each row adds a little time, but in some engines the first draft of a batch
+        already slows down the whole pass."""
         lost = 1.0 - self._speedup(requests).value
         if requests == 1 or lost <= 0.0:
             return True

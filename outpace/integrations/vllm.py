@@ -3,8 +3,8 @@
     vllm serve M --speculative-config '{"method": "custom_class", "model": "outpace.integrations.vllm.Proposer",
         "num_speculative_tokens": 6}' --additional-config '{"outpace": {"drafter": "ngram+suffix"}}'
 
-vLLM verifies one chain for each request, and decides what is accepted: the text never depends on the drafts. Its
-interface of custom proposers may change, so only versions that were tested are taken.
+vLLM verifies one chain per request and decides what is accepted. Its interface for custom proposers may change, so
+other versions than those of `TESTED` are refused.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from outpace.models.runtimes import Loaded
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.planning.cost_model import CostModel
 
-TESTED = ((0, 32), (0, 33))  # first and last version of vLLM that this is written for
+TESTED = ((0, 32), (0, 33))  # first and last version of vLLM that are accepted
 FIELD = "outpace"  # of vLLM's additional_config
-DRAFTERS = ("ngram", "suffix", "cacheback", "retrieval", "model")  # they need nothing of the target but its tokens
-BY_TOKENIZER = ("cacheback", "retrieval", "model")  # of these, those whose files belong to a tokenizer
+DRAFTERS = ("ngram", "suffix", "cacheback", "retrieval", "model")  # drafters that need only the target's tokens
+BY_TOKENIZER = ("cacheback", "retrieval", "model")  # drafters whose files belong to a tokenizer
 LOOKUPS, WITH_DRAFT = "ngram+suffix", "model+ngram"  # the default drafters, without and with a draft model
-CPU_ROWS, GPU_ROWS = 64, 512  # the engine's own limits on the rows of a pass with drafts
+CPU_ROWS, GPU_ROWS = 64, 512  # default `max_rows`, as in outpace's own engine
 
 
 class Proposer:
@@ -49,8 +49,8 @@ class Proposer:
 
     `drafter`: one or several of DRAFTERS, joined by "+"; the default is ngram+suffix, with a draft model+ngram.
     `draft`: a draft model, which runs on the CPU. `worker`: instead of both, the address grpc://HOST:PORT of a draft
-    worker. `max_rows`: most rows of a pass with drafts (64 on a CPU, 512 elsewhere). `untested`: whether to go on with
-    a version of vLLM that was not tested. All others are options of method auto, or card for a worker, and of drafters.
+    worker. `max_rows`: maximum number of rows in a pass with drafts (64 on a CPU, else 512). `untested`: whether to
+    allow other versions of vLLM. All others are options of method auto (with a worker: card) and of the drafters.
     """
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -59,7 +59,7 @@ class Proposer:
         _check_version(options.pop("untested", False))
         model, length = vllm_config.model_config, int(vllm_config.speculative_config.num_speculative_tokens)
         if length >= model.max_model_len:
-            allowed = f"below {model.max_model_len}, the tokens that the model holds"
+            allowed = f"below {model.max_model_len}, the length of the model's context"
             raise UserError(f"num_speculative_tokens is {length}, it must be {allowed}")
         stages = vllm_config.parallel_config.pipeline_parallel_size
         if stages > 1:
@@ -94,7 +94,7 @@ class Proposer:
             self._worker.close()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the drafts come from elsewhere than the target's device."""
+        """Do nothing: vLLM calls this for weights on its device, and there are none."""
 
     def propose(
         self,
@@ -103,7 +103,7 @@ class Proposer:
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return a chain for each row, [] for none. After an exception, which is one warning, all are empty."""
+        """Return a chain for each row, [] for none. After an exception it warns once and returns no more drafts."""
         if not self._has_failed:
             try:
                 return self._rows.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
@@ -115,7 +115,7 @@ class Proposer:
 
 
 class _Target(Model):
-    """What drafters may know of the model that vLLM runs."""
+    """Describes vLLM's model to drafters: vocabulary, context length and size of the weights."""
 
     device = "cpu"
 
@@ -148,7 +148,7 @@ def _read_options(additional: Any) -> dict[str, Any]:
 
 
 def _check_version(untested: Any) -> None:
-    """Raise UserError for a version of vLLM outside the tested range, unless `untested` is true."""
+    """Raise UserError for a version of vLLM outside `TESTED`, unless `untested` is true."""
     if not isinstance(untested, bool):
         raise UserError(f"untested is {untested!r:.50}, it must be true or false")
     version = str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
@@ -156,8 +156,8 @@ def _check_version(untested: Any) -> None:
     if not (TESTED[0] <= found <= TESTED[1]) and not untested:
         first, last = (".".join(map(str, one)) for one in TESTED)
         raise UserError(
-            f"vLLM {version} is not tested with outpace, {first} to {last} are;"
-            f' {{"{FIELD}": {{"untested": true}}}} in additional_config goes on with it'
+            f"vLLM is version {version}, outpace works with {first} to {last}; to try it nevertheless, set"
+            f' {{"{FIELD}": {{"untested": true}}}} in additional_config'
         )
 
 
@@ -171,7 +171,7 @@ def _build_drafters(
         if part not in DRAFTERS:
             raise unknown("drafter for vLLM", part, DRAFTERS)
     if ("model" in parts) != (draft is not None):
-        raise UserError(f"drafter {name} and draft {draft} do not go together: drafter model runs a draft model")
+        raise UserError(f"drafter is {name} and draft is {draft}: name a draft if, and only if, drafter model is used")
     modules = drafter_modules(name)
     decoder = registry.find("decoders", AUTO)
     registry.check_known({f"method {AUTO}": decoder} | {f"drafter {part}": modules[part] for part in modules}, options)

@@ -166,7 +166,7 @@ class CostModel:
 
     def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
-        while nothing is known. Lookups and waits for a worker are not shared."""
+        while nothing is known. Requests do not share lookups or waits for a worker."""
         curve = self._steps.get(source.name) or self._step_curve(source)
         if source.runs_model and source.name != WORKER.name:
             return curve.seconds(round(width * requests)) / requests
@@ -178,7 +178,7 @@ class CostModel:
         return self._sharing[requests, min(layer, _LAYERS)]
 
     def record_layers(self, requests: int, layers: Sequence[int]) -> None:
-        """Record for how many of the requests of a round each draft layer was grown."""
+        """Record in how many of the round's requests each draft layer was grown."""
         before = requests
         for layer, growing in enumerate(layers if requests > 1 else ()):
             self.sharing(requests, layer).learn(growing, before)

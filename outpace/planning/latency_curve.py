@@ -18,7 +18,7 @@ Point = tuple[int, float]
 
 
 class _Seconds(dict[int, float]):
-    """Expected seconds by number of rows, computed when they are first read."""
+    """Expected seconds by number of rows; `compute` returns those that are not cached yet."""
 
     def __init__(self, compute: Callable[[int], float]) -> None:
         self._compute = compute
@@ -45,7 +45,7 @@ class LatencyCurve:
         self._widest: int | None = None  # the largest bucket that has a time
         self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
         self._seconds = _Seconds(self._compute)
-        self.seconds: Callable[[int], float] = self._seconds.__getitem__  # read often: a hit runs no Python code
+        self.seconds: Callable[[int], float] = self._seconds.__getitem__  # a cached value needs no Python frame
         self.num_rounds = 0
 
     def learn(self, rows: int, seconds: float) -> bool:
@@ -94,7 +94,7 @@ class LatencyCurve:
         return not self.is_timed(rows) or self.is_stale(rows)
 
     def _compute(self, rows: int) -> float:
-        """Return `seconds`; what the prior says is not kept, because it changes."""
+        """Compute `seconds`; the prior's values are not cached, because they change."""
         if self._curve is None:
             self._curve = self._convex()
         if not self._curve[0]:

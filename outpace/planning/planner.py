@@ -69,7 +69,8 @@ class Planner:
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
         self._is_paused = False  # this round decodes plainly and is not planned
-        self._rest = self._rest_left = 0  # rounds without a plan after the last planned one, if it runs alone; and left
+        self._rest = 0  # length of the last pause of planning, in rounds; for a request that runs alone
+        self._rest_left = 0  # rounds of this pause that are left
         self._may_pause = WORKER not in context.sources  # a worker drafts anyway, so its candidates are free
         self.uses_drafts = False  # some source drafts in this round
 
@@ -80,11 +81,11 @@ class Planner:
         self.uses_drafts, last, self.plan = False, self.plan, None
         for source in self.lookups:
             source.is_asked = False
-        has_chosen = requests == 1 and self._rest_left > 0
+        has_chosen = requests == 1 and self._rest_left > 0  # `_rests` then chooses the lookup sources
         self._is_paused = self._may_pause and self._rests(requests)
         if self._is_paused:
             self._rounds, self.is_plain = self._rounds + 1, True
-            self.plan = last if requests == 1 else None  # it still holds
+            self.plan = last if requests == 1 else None  # the plan that led to the pause is reported for its rounds
             return
         prices = self._costs.prices(requests)
         self.price = _PRICE_MARGIN * prices.tokens_per_second
@@ -107,8 +108,8 @@ class Planner:
         self.uses_drafts = any(source.is_asked for source in self.lookups)
 
     def _rests(self, requests: int) -> bool:
-        """Return whether this round is not planned, because no source drafted in the last planned one. A request that
-        runs alone asks its lookup sources nevertheless, and is planned if one of them is due."""
+        """Return whether this round skips planning, because no source drafted in the last planned round. A request that
+        runs alone still chooses its lookup sources; if one is to be asked, the round is planned."""
         if requests > 1:
             return self._costs.is_paused(requests) and not any(map(self._gains, self.lookups))
         if not self._rest_left:
@@ -118,7 +119,7 @@ class Planner:
         return not any(source.is_asked for source in self.lookups)
 
     def _choose_lookups(self) -> None:
-        """Choose the lookup sources that are asked in this round; each is counted once in a round."""
+        """Choose the lookup sources that are asked in this round. Called once per round: `is_due` counts calls."""
         for source in self.lookups:
             source.is_asked = self._gains(source) or source.is_due(self._repetitions)
 

@@ -2,8 +2,8 @@
 
     serve run outpace.server.on_ray:build target=M draft=auto replicas=2
 
-Each replica loads the models and runs an engine of its own. Ray's proxy takes the requests. Those with the same header
-`x-session-id` go to the same replica, whose prefix cache has their conversation.
+Each replica loads the models and runs an engine of its own. Ray's proxy receives the requests. Those with the same
+header `x-session-id` go to the same replica, whose prefix cache holds their conversation.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
 from outpace.server.service import Service
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router"
-_LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # of `outpace serve`, by commas
+_LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # list flags of `outpace serve`
 _FLAGS = ("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix")  # of `outpace serve` too
-_PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # what Ray's proxy decides
-_OBJECTS = ("options", "tokenizer", "progress", "more", "return")  # hints of `LLM.__init__` that no text can give
+_PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # options of Ray's proxy
+_OBJECTS = ("options", "tokenizer", "progress", "more", "return")  # hints of `LLM.__init__` that are no arguments here
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Placement:
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """Return the application of Ray Serve for arguments that are given as values or as texts.
+    """Return the Ray Serve application for these arguments, given as values or as texts.
 
-    Arguments are those of `outpace.load`, the flags of `outpace serve` with underscores, and the fields of `Placement`.
+    They are those of `outpace.load`, the flags of `outpace serve` with underscores, and the fields of `Placement`.
     UserError for an unknown argument or a value that is not allowed.
     """
     require("a server on Ray", "ray")
@@ -119,9 +119,9 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
 
 
 def _sticky_routing() -> dict[str, Any]:
-    """Return the deployment's options for sessions that stay on a replica, where this version of Ray has them."""
+    """Return the options that keep a session on one replica; none if this version of Ray lacks them."""
     if find_spec("mmh3") is None or find_spec("ray.serve.experimental") is None or find_spec(_ROUTER) is None:
-        warnings.warn("this version of Ray has no ConsistentHashRouter: sessions change replicas", stacklevel=3)
+        warnings.warn("Ray's ConsistentHashRouter or mmh3 is missing: sessions may change replicas", stacklevel=3)
         return {}
     from ray.serve.config import RequestRouterConfig
 

@@ -184,7 +184,7 @@ class Service:
 def system_fingerprint(llm: LLM) -> str:
     """Return `system_fingerprint`, equal for two servers that write equal texts for equal seeds and requests.
 
-    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode, rule and rules' options.
+    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode, rules and their options.
     """
     target = llm.target
     model, tokenizer, place = target.model, target.tokenizer, target.files() if target.files else None

@@ -1,4 +1,4 @@
-"""outpace on a Ray cluster of two nodes on this machine: `make test-ray`.
+"""Checks of outpace on a Ray cluster of two nodes on this machine: `make test-ray`.
 
 Texts equal the library's through killed replicas and nodes. Times are printed and not compared with anything.
 """
@@ -102,7 +102,7 @@ def replicas() -> list[int]:
     return [pid for pid, command in named.items() if command.startswith("ray::ServeReplica:outpace")]
 
 
-def test_texts_are_the_librarys(cluster: Cluster, expected: list[str]) -> None:
+def test_texts_equal_those_of_the_library(cluster: Cluster, expected: list[str]) -> None:
     assert len(PROMPTS) == 32
     assert ask_all(expected) == 0
     assert len(replicas()) == 2
@@ -127,7 +127,7 @@ def test_a_killed_replica_costs_only_its_own_answers(cluster: Cluster, expected:
     assert ask_all(expected) == 0
 
 
-def test_a_draft_worker_is_placed_and_its_end_changes_no_text(cluster: Cluster) -> None:
+def test_killing_a_draft_worker_changes_no_text(cluster: Cluster) -> None:
     address = place_draft_worker(resources={"num_cpus": 1})
     assert address.startswith("grpc://")
     with outpace.load(draft="none", method="autoregressive") as llm:
@@ -147,7 +147,7 @@ def test_a_draft_worker_is_placed_and_its_end_changes_no_text(cluster: Cluster) 
             assert [llm.chat(prompt, max_tokens=96, temperature=0.0).text for prompt in PROMPTS[1:3]] == texts[1:]
 
 
-def test_a_draft_worker_that_cannot_load_is_one_sentence(cluster: Cluster) -> None:
+def test_a_draft_worker_that_cannot_load_gives_one_sentence(cluster: Cluster) -> None:
     with pytest.raises(UserError, match="no-such-draft"):
         place_draft_worker("/no-such-draft.gguf")
 

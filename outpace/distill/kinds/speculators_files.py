@@ -70,16 +70,16 @@ class HeadStart(NamedTuple):
 
 
 Description = tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]
-"""A head's configuration, its transformer_layer_config, and the files to start from; None: a new head."""
+"""A head's configuration, its transformer_layer_config, and the files to start from (None: a new head)."""
 
 ShapesOf = Callable[[HeadConfig, HeadFiles | None], dict[str, tuple[int, ...]]]
-"""Returns the shapes of the tensors of a head that are trained."""
+"""Returns the shapes of a head's trained tensors, by name."""
 
 
 def shapes_function(
     describe: Callable[[Checkpoint, DraftShape, Sequence[int]], Description], shapes_of: ShapesOf
 ) -> Callable[[Checkpoint, DraftShape, Sequence[int]], dict[str, tuple[int, ...]]]:
-    """Return the function `trained_shapes` of a kind of head, see `TrainedKind`."""
+    """Return the function `trained_shapes` for a kind of head, see `TrainedKind`."""
 
     def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
         head, _, files = describe(target, shape, taps)

@@ -43,8 +43,10 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import source_of
 from outpace.models.options import AUTO
 
-_BLANK_ROWS = 32  # rows of the unused embedding of ranks 1, 2, ...: as many as the kernels pack together
-_AHEAD_ROWS = 64  # rows that are awaited before they are announced
+# Only rank 0 has an embedding and an output layer. Other ranks get zeros instead, which are never read, in as many rows
+# as the kernels pack together.
+_BLANK_ROWS = 32
+_AHEAD_ROWS = 64  # size of a receive that is posted before the number of rows is known
 _TRIALS = 5  # timed passes of one layer
 
 
@@ -79,13 +81,14 @@ def facts_of(model: Model) -> StageFacts:
 class RowChannel:
     """Sends and receives rows of hidden states, float32 [rows, width].
 
-    gloo sends a message only once it has heard that the receiver waits for it, which would cost each pass two more
-    hops. So the next rows are awaited ahead of time from each rank that has sent some before.
+    gloo sends a message only after the receiver has posted a receive for it, which would add two hops to each pass. So
+    after each message the receive for the next one from that rank is posted at once, for `_AHEAD_ROWS` rows; further
+    rows are sent as a second message.
     """
 
     def __init__(self, width: int, device: Any) -> None:
         self._width, self._device = width, device
-        self._most = _AHEAD_ROWS if torch.device(device).type == "cpu" else 0  # NCCL must know the size
+        self._most = _AHEAD_ROWS if torch.device(device).type == "cpu" else 0  # NCCL needs the exact size
         self._ahead: dict[int, tuple[Tensor, Any]] = {}
 
     def send(self, rows: Tensor, rank: int) -> None:

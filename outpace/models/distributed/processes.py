@@ -208,7 +208,7 @@ def _until(deadline: float) -> timedelta:
 
 
 def _wait_for_store(deadline: float) -> None:
-    """Wait until torch's store on rank 0 answers: torch's own attempts to connect may last twice their limit."""
+    """Wait until torch's store on rank 0 accepts connections; torch's own attempts may take twice their timeout."""
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The fields tokenizer.* that a GGUF file is written with: another file's, or those of a folder's byte-level BPE."""
+"""Reads the fields tokenizer.* of a new GGUF file from another GGUF file, or from a folder with a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NORMAL, UNUSED = 1, 5  # values of tokenizer.ggml.token_type
 def read_fields(model: Path, rows: int) -> dict[str, Any]:
     """Return the tokenizer's fields for a model with `rows` embeddings, from a .gguf file or a model folder.
 
-    Rows without a token get one that no text contains. UserError for a tokenizer with more tokens than rows, or one of
-    a folder that is no byte-level BPE with a pre-tokenizer of llama.cpp's.
+    Rows without a token get an unused one. UserError if there are more tokens than rows, or if a folder's tokenizer is
+    not a byte-level BPE that llama.cpp knows.
     """
     if model.is_dir():
         fields = _of_folder(model)
@@ -47,7 +47,7 @@ def read_fields(model: Path, rows: int) -> dict[str, Any]:
 
 
 def add_field(writer: Any, key: str, value: Any) -> None:
-    """Add a field to a gguf.GGUFWriter with the type that llama.cpp reads it as; empty lists cannot be stored."""
+    """Add a field to a gguf.GGUFWriter with the type that llama.cpp expects; empty lists are left out."""
     from gguf import GGUFValueType
 
     kind = GGUFValueType.UINT32 if key.endswith("_token_id") else GGUFValueType.get_type(value)
@@ -93,7 +93,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 
 def _pre_name(folder: Path, written: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, bool]:
     """Return llama.cpp's name of a tokenizer's pre-tokenizer, and whether it puts a space before a text. UserError if
-    it has none for it."""
+    llama.cpp does not know it."""
     if model.get("type") == "BPE" and not model.get("byte_fallback"):
         normalizer, ignores = (written["normalizer"] or {}).get("type"), bool(model.get("ignore_merges"))
         own = _steps(written["pre_tokenizer"])
@@ -103,12 +103,12 @@ def _pre_name(folder: Path, written: Mapping[str, Any], model: Mapping[str, Any]
                 if is_same and ignores == (name in WHOLE_WORDS) and normalizer == ("NFC" if name == "qwen2" else None):
                     return name, has_prefix
     raise UserError(
-        f"the tokenizer of {folder} is none that can be written for llama.cpp: name the target as a .gguf file, whose"
+        f"the tokenizer of {folder} cannot be written for llama.cpp: name the target as a .gguf file, whose"
         " tokenizer is copied"
     )
 
 
 def _steps(written: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a pre-tokenizer without what changes no tokens."""
+    """Return the steps of a pre-tokenizer without `trim_offsets`, which changes no tokens."""
     steps: Sequence[Mapping[str, Any]] = [] if written is None else written.get("pretokenizers", [written])
     return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
