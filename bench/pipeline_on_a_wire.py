@@ -1,4 +1,4 @@
-"""Measure the shipped pair with the target in a pipeline whose stages are a given delay apart, next to the formula.
+"""Measure the shipped pair with the target in a pipeline with a given delay between its stages, next to the formula.
 
 Run: python bench/pipeline_on_a_wire.py [--delays 0,5,20,50] [--plan 8,8,7,7] [--prompts 3] [--tokens 32] [--lossy 20]
      [--out FILE.jsonl]

@@ -420,7 +420,7 @@ def test_a_killed_rank_ends_all_others(folder: Path, kill: int) -> None:
     assert [status for rank, (status, *_) in enumerate(ends) if rank != dying] == [1, 1], ends
     if dying:
         assert f"rank {dying} of the split model has ended without notice" in ends[0][2]
-    socket.create_server(("127.0.0.1", group.port)).close()  # nobody listens any more
+    socket.create_server(("127.0.0.1", group.port)).close()  # fails while a rank listens
     assert not started_with(group.port)
 
 
