@@ -33,6 +33,11 @@ def test_other_values_are_kept() -> None:
     assert (loading, options.methods, placement.replicas) == ({"batch": 4}, ("card",), 3)
 
 
+def test_rules_that_requests_may_choose_are_loaded() -> None:
+    loading, options, _ = read_arguments({"allow_method": "judge,card", "judge": "J"})
+    assert (loading, options.methods) == ({"judge": "J", "rules": ["judge"]}, ("judge", "card"))
+
+
 def test_defaults_are_those_of_serve() -> None:
     loading, options, placement = read_arguments({})
     assert (loading, options.limits.drain, placement) == ({}, 30.0, Placement(1, 1.0, 0.0))
@@ -55,6 +60,9 @@ def test_every_argument_of_the_library_has_a_type() -> None:
         ({"progress": "x"}, "no argument is called 'progress'"),
         ({"max_queue": "0"}, "max_queue is 0"),
         ({"allow_method": "cart"}, "cart"),
+        ({"allow_host": 5}, "allow_host is 5, it must be a text"),
+        ({"batch": None}, "batch is None, it must be a whole number"),
+        ({5: 6}, "no argument is called 5"),
         ({"api_key_file": "/no/such/file"}, "/no/such/file"),
     ],
 )

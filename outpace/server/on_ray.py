@@ -30,7 +30,7 @@ _ROUTER = "ray.serve.experimental.consistent_hash_router"
 _LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # list flags of `outpace serve`
 _FLAGS = ("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix")  # of `outpace serve` too
 _PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # options of Ray's proxy
-_OBJECTS = ("options", "tokenizer", "progress", "more", "return")  # hints of `LLM.__init__` that are no arguments here
+_OBJECTS = ("options", "tokenizer", "progress", "rules", "more", "return")  # hints of `LLM.__init__`: no arguments here
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,35 @@ def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptio
         if name in _PROXY:
             raise UserError(f"leave out {name}: Ray's proxy takes the requests, see `serve start --help`")
         if name == "api_key_file":
-            keys = Path(value)
+            keys = Path(_text(name, value))
         elif name in _LISTS:
-            values[ServerOptions][_LISTS[name]] = tuple(value.split(",") if isinstance(value, str) else value)
+            values[ServerOptions][_LISTS[name]] = _texts(name, value)
         elif kind := next((kind for kind, known in hints.items() if name in known), None):
             values[kind][name] = _converted(name, value, hints[kind][name])
         elif registry.owners(name):
             values[LLM][name] = value
         else:
             allowed = [*_LISTS, "api_key_file", *(one for known in hints.values() for one in known)]
-            near = difflib.get_close_matches(name, allowed, n=1)
+            near = difflib.get_close_matches(str(name), allowed, n=1)
             raise UserError(f"no argument is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     limits = ServerLimits(**values[ServerLimits])
     options = ServerOptions(keys=read_api_keys(keys), limits=limits, **values[ServerOptions])
+    check_whole("batch", values[LLM].get("batch", 1), 1)
+    if options.rules:
+        values[LLM]["rules"] = options.rules
     return values[LLM] | values[LoadOptions], options, Placement(**values[Placement])
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, (str, Path)):
+        raise UserError(f"{name} is {value!r}, it must be a text")
+    return str(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return the texts of a list, which may be joined by commas."""
+    parts = value if isinstance(value, (list, tuple)) else _text(name, value).split(",")
+    return tuple(_text(name, part) for part in parts)
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
