@@ -168,6 +168,12 @@ def test_bad_methods_are_refused(text: str, message: str) -> None:
         contenders.parse_methods(text, {"worker": "process"} if "worker" in message else {})
 
 
+def test_no_key_of_an_address_is_in_a_label() -> None:
+    _, one, other = contenders.parse_methods("card:worker=grpc://KEY@h:1,nodes=4,pearl:worker=grpc://b@h:2", {})
+    assert (one.label, one.options["worker"]) == ("card:worker=grpc://h:1,nodes=4", "grpc://KEY@h:1")
+    assert (other.label, other.options["worker"]) == ("pearl:worker=grpc://h:2", "grpc://b@h:2")
+
+
 def test_peers_are_found_by_their_files() -> None:
     assert "transformers" in contenders.peer_names()
     assert not [name for name in contenders.peer_names() if name.startswith("_")]

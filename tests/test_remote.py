@@ -41,6 +41,7 @@ from outpace.cluster.draft_server import DraftServer
 from outpace.core.drafting import DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
+from outpace.engine.build import BuildOptions
 from outpace.models.options import LoadOptions
 from outpace.server.options import ServerOptions
 
@@ -621,6 +622,18 @@ def test_a_wrong_address_is_refused(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         read_address(text)
     assert str(Address("::1", 5, False)) == "[::1]:5"
+
+
+@pytest.mark.parametrize("text", ["grpc://a%2FKEY@127.0.0.1", "grpcs://a/KEY@127.0.0.1:1", "grpc://KEY@no.invalid:1"])
+def test_no_key_of_an_address_is_shown(text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        read_address(text)
+    assert "KEY" not in str(raised.value)
+    with pytest.raises(UserError) as raised:
+        BuildOptions(worker=f"grpc://{text.partition('://')[2]}", drafter="ngram")
+    assert "KEY" not in str(raised.value)
+    address = read_address("grpc://a%2FKEY@127.0.0.1:1")
+    assert (address.key, repr(address)) == ("a/KEY", "127.0.0.1:1")
 
 
 def test_the_generated_code_is_current(tmp_path: Path) -> None:

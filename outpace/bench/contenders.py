@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.bench import peers
 from outpace.core import registry
-from outpace.core.errors import UserError, unknown
+from outpace.core.errors import UserError, unknown, without_keys
 from outpace.core.sampling import Sampling
 from outpace.engine.build import check_rule, default_drafter, default_rule, find_rule
 
@@ -63,6 +63,7 @@ def parse_methods(text: str, common: Mapping[str, Any]) -> list[Contender]:
         values: dict[str, Any] = {option: _value(option, value) for option, value in own.items()}
         if name == PLAIN and not values:
             continue
+        label = without_keys(label)
         if label in found:
             raise UserError(f"methods has {label} twice")
         shared = (

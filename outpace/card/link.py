@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from outpace.core.errors import UserError, require
 
@@ -70,6 +70,9 @@ class Address(NamedTuple):
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    def __repr__(self) -> str:
+        return str(self)  # without the key
+
 
 def is_address(text: Any) -> bool:
     """Return whether a text is an address of another machine, by its scheme."""
@@ -89,7 +92,8 @@ def read_address(text: str) -> Address:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise UserError(f"the host {host} is not known ({error.strerror or error})") from None
-    return Address(host, port, parts.scheme == "grpcs", parts.username or os.environ.get("OUTPACE_API_KEY"))
+    key = unquote(parts.username) if parts.username else os.environ.get("OUTPACE_API_KEY")
+    return Address(host, port, parts.scheme == "grpcs", key)
 
 
 def read_listen_address(text: str) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import BasicSamplingFlags, ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, without_keys
 from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str,
     from outpace.bench.run import Bench
     from outpace.bench.store import Store
 
-    facts = report.about(llm, shlex.join(["outpace", *sys.argv[1:]]), device)
+    facts = report.about(llm, without_keys(shlex.join(["outpace", *sys.argv[1:]])), device)
     store = Store(results.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
         facts["energy"] = running.energy.description

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import reprlib
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
+_KEY = re.compile(r"(?<=grpc://)[^\s,'\"]*@|(?<=grpcs://)[^\s,'\"]*@")
+
 
 class UserError(Exception):
     """Raised for bad input. The message is one sentence that names the value and what is allowed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(without_keys(message))
+
+
+def without_keys(text: str) -> str:
+    """Return a text without the API keys of the addresses grpc://KEY@HOST:PORT in it."""
+    return _KEY.sub("", text)
 
 
 class LostProcess(UserError):
