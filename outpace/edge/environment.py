@@ -29,7 +29,7 @@ from outpace.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
 MAX_DRAWS = 50 * CELLS_PER_WORLD
-OFFSET_PENALTY = 0.2  # factor of the squared mean scores that is subtracted from a reward
+OFFSET_PENALTY = 1.0  # factor of the squared mean scores that is subtracted from a reward
 SPEEDS = 0.7  # servers are up to e^0.7 times as fast or slow, which prepares for cells of other sizes
 
 
