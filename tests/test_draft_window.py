@@ -90,6 +90,17 @@ def test_only_the_end_of_a_prompt_is_read() -> None:
     assert drafter.capabilities.sources[0].reads is None
 
 
+def test_a_text_beyond_the_drafts_context_is_not_read_and_the_others_are_drafted() -> None:
+    drafter, short, model = opened(replace(SHORT, draft_window=0), [1, 2, 3])
+    model.max_positions = 40
+    long = drafter.open(Request((1, 2, 3) * 200, Greedy(), 400))
+    short.has_other_requests = long.has_other_requests = True
+    for _ in range(3):
+        trees = [TokenTree(3), TokenTree(3)]
+        drafter.grow([short, long], trees)
+        assert [len(tree) > 1 for tree in trees] == [True, False]
+
+
 def test_the_window_is_the_drafts_own_unless_one_is_named() -> None:
     model = Counted()
     model.draft_window = 9

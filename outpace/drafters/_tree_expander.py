@@ -276,12 +276,13 @@ class TreeExpander:
         return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
-        """Read one chunk for each request that lacks more while others wait; return the places of these requests."""
+        """Read one chunk for each request that lacks more while others wait; return the places of these requests. Texts
+        beyond the model's context are not read."""
         lagging = set[int]()
         for place, state in enumerate(states):
             if state.has_other_requests and not self._on_base:
                 self.begin(state)
-                if state.missing > CHUNK:
+                if state.missing > CHUNK and state.room >= 0:
                     lagging.add(place)
         if lagging:
             self._read_chunk([states[place] for place in sorted(lagging)])
