@@ -64,6 +64,8 @@ def test_a_draft_is_steered_if_that_is_faster(
         assert f"on held-out prompts: {PLAIN} 0.1" in said
         assert f"; use --draft {out / 'draft'}" in said.replace("\n", "")
         assert (out / "draft" / STEERING).is_file() == (steered > 1.0)
+    assert run_command(*given, "--stage", "train") == 0
+    assert json.loads((out / "run.json").read_text())["steers"] is True, "a stage alone keeps what was chosen"
     assert measured == [["model", "steered"]] * 2
     saved = json.loads((out / run.EVALUATION).read_text())
     assert list(saved["tokens_per_second"]) == [PLAIN, TRAINED, STEERED_DRAFT]
@@ -145,3 +147,4 @@ def test_a_large_vocabulary_is_reduced_unless_a_flag_shapes_the_draft(
         assert run_command(*given, "--out", tmp_path / name, *more) == 0
         config = json.loads((tmp_path / name / "draft" / "config.json").read_text())
         assert config["outpace"].get("draft_vocab_size") == size
+    assert run_command(*given, "--out", tmp_path / "default", "--stage", "train", "--epochs", 2) == 0

@@ -256,9 +256,10 @@ def _options(
     answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
     kind, steers = shape.kind or "standalone", False
     if shape.kind is None and text.stage in ("text", "train", "all"):
-        is_open = text.stage == "all" and shape == ShapeFlags() and text.taps is None
+        is_shaped = shape != ShapeFlags() or text.taps is not None
+        is_open = text.stage == "all" and not is_shaped
         name = shipped_model().stem if target is None else Path(target).name
-        kind, steers, why = choose_kind(out, device, name, is_open)
+        kind, steers, why = choose_kind(out, device, name, is_open, is_shaped)
         if why:
             more = " and a steering of it" if steers else ""
             display.say(f"kind: {kind}{more}, because {why}; --kind names another")

@@ -25,14 +25,17 @@ class KindChoice(NamedTuple):
     why: str
 
 
-def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True) -> KindChoice:
+def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True, is_shaped: bool = False) -> KindChoice:
     """Choose what to train for the target of this name into the folder `out`.
 
-    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone.
+    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone. `is_shaped`: whether flags
+    shape the draft.
     """
     state = read_state(out)
     if (known := state.get("kind")) is not None:
-        return KindChoice(str(known), is_open and state.get("steers") is True, f"{out} holds a training of this kind")
+        return KindChoice(
+            str(known), not is_shaped and state.get("steers") is True, f"{out} holds a training of this kind"
+        )
     if not is_open:
         return KindChoice("standalone", False, "")
     if not device.startswith("cpu"):
