@@ -28,8 +28,8 @@ class KindChoice(NamedTuple):
 def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True, is_shaped: bool = False) -> KindChoice:
     """Choose what to train for the target of this name into the folder `out`.
 
-    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone. `is_shaped`: whether flags
-    shape the draft.
+    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone. `is_shaped`: whether
+    flags shape the draft.
     """
     state = read_state(out)
     if (known := state.get("kind")) is not None:
