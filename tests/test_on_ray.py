@@ -71,6 +71,11 @@ def test_wrong_arguments_give_one_sentence(given: dict[str, Any], says: str) -> 
         read_arguments(given)
 
 
+def test_a_bench_takes_the_address_of_a_draft_worker(run: Run) -> None:
+    code, _, err = run("bench", "--worker", "ray", "--methods", "card")
+    assert (code, "--worker is 'ray', a bench takes the address" in err) == (2, True), err
+
+
 def test_resources_are_read() -> None:
     assert read_resources("ray") == {}
     assert read_resources("ray:num_gpus=1,phone=0.5") == {"num_gpus": 1.0, "phone": 0.5}

@@ -119,6 +119,8 @@ def _check_budget(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaC
     if (options.out / TRAINING / CURVE).exists():
         return
     train, shapes = options.train, KINDS[options.kind].trained_shapes(checkpoint, options.shape, options.taps or ())
+    if options.kind == "steered":  # steps run the draft too, which is not trained
+        shapes |= KINDS["standalone"].trained_shapes(checkpoint, options.shape, ())
     weights = sum(map(prod, shapes.values())) + (options.shape.vocab or sizes.vocab_size) * sizes.hidden_size
     operations = 6.0 * weights * train.rows * train.length  # forward and backward
     share = TRAIN_SHARE * (1.0 - STEERED_SHARE if options.steers else 1.0)
