@@ -26,7 +26,7 @@ from typing import Any
 from wire import ADDRESSES, NAME, Wire, enter, why_not
 
 PORT = 29500
-LENGTH, NODES = 8, 32  # of a tree
+LENGTH, NODES = 6, 16  # of a tree
 LOSSLESS, LOSSY = "rejection", "adaptive"
 
 
