@@ -250,7 +250,7 @@ def test_node_ids_are_unique_across_restarts_of_the_drafter() -> None:
 
 
 def test_a_stopped_process_is_waited_for() -> None:
-    worker = ProcessWorker(build_light)
+    worker = ProcessWorker(build_light, patience=SECONDS)
 
     def work(drive: Drive) -> None:
         drive.until_drafted()
