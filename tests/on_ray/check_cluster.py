@@ -26,6 +26,9 @@ from outpace.cluster.on_ray import place_draft_worker
 from outpace.core.errors import UserError
 from outpace.server.on_ray import build
 
+for name, value in (("period_ms", 500), ("timeout_ms", 500), ("initial_delay_ms", 500), ("failure_threshold", 3)):
+    os.environ.setdefault(f"RAY_health_check_{name}", str(value))  # Ray notices a dead node in 1.5 s instead of 14 s
+
 ADDRESS = "http://127.0.0.1:8000"
 PROMPTS = [
     f"Name {count} things that one finds in a {place}."
