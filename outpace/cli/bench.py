@@ -123,7 +123,7 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
 
     if model.method != "auto":
         raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
-    if (model.worker or "").partition(":")[0] == "ray":
+    if model.is_on_ray:
         raise UserError(f"--worker is {model.worker!r}, a bench takes the address of a draft worker: grpc://HOST:PORT")
     LoadOptions(inflate=measured.inflate)  # checks it
     if measured.run_tests and not sandbox.is_available():

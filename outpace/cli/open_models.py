@@ -39,13 +39,11 @@ def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool)
     for name in ("tp_plan", "pp_plan"):
         if getattr(model.options, name) is not None:
             raise UserError(f"leave out --{name.replace('_', '-')}: it splits a target that is loaded here")
-    drafts = model.draft or []
-    if len(drafts) > 1:
-        raise UserError(f"a target on another machine takes one draft model, not {len(drafts)}: name one")
+    chosen = model.only_draft("a target on another machine")
     address = read_address(str(model.target))
     if model.threads is not None:
         set_num_threads(model.threads)
     with display.loading_bar(quiet) as progress:
-        draft = load_own_draft(drafts[0] if drafts else None, model.options, progress)
+        draft = load_own_draft(chosen, model.options, progress)
     drafter = build_card_drafter(model.drafter or "model", draft, extra)
     return RemoteTarget(address, draft, drafter, address.key)

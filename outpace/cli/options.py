@@ -210,8 +210,8 @@ class ModelFlags:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         if self.draft and len(self.draft) == 1:
             given["draft"] = self.draft[0]
-        if self.worker is not None and self.worker.partition(":")[0] == "ray":
-            given |= {"worker": self._place_on_ray(self.worker, extra), "draft": None, "drafter": None}
+        if self.is_on_ray:
+            given |= {"worker": self._place_on_ray(extra), "draft": None, "drafter": None}
             extra = {name: value for name, value in extra.items() if name not in self._drafter_options}
         with loading_bar(quiet, bar_after) as progress:
             llm = load(progress=progress, **given, **extra)
@@ -232,6 +232,17 @@ class ModelFlags:
         return llm
 
     @property
+    def is_on_ray(self) -> bool:
+        """Whether the drafter is to run on a machine of a Ray cluster."""
+        return self.worker is not None and self.worker.partition(":")[0] == "ray"
+
+    def only_draft(self, user: str) -> str | None:
+        """Return the name of the draft model, if there is one; UserError, which names its `user`, if there are more."""
+        if self.draft and len(self.draft) > 1:
+            raise UserError(f"{user} takes one draft model, not {len(self.draft)}: name one")
+        return self.draft[0] if self.draft else None
+
+    @property
     def _drafter_options(self) -> set[str]:
         """Names of the options of the drafters that a draft worker runs."""
         from outpace.drafters import drafter_modules
@@ -239,16 +250,14 @@ class ModelFlags:
         modules = drafter_modules(self.drafter or "model").values()
         return {one.name for module in modules for one in fields(module.Options)}
 
-    def _place_on_ray(self, worker: str, extra: Mapping[str, Any]) -> str:
+    def _place_on_ray(self, extra: Mapping[str, Any]) -> str:
         """Start a draft worker on a Ray cluster with these flags; return its address."""
         from outpace.cluster.on_ray import place_draft_worker, read_resources
 
-        if self.draft and len(self.draft) > 1:
-            raise UserError(f"a draft worker takes one draft model, not {len(self.draft)}: name one")
         return place_draft_worker(
-            self.draft[0] if self.draft else None,
+            self.only_draft("a draft worker"),
             self.options.of_draft(self.draft_device, self.draft_dtype),
             drafter=self.drafter or "model",
             values={name: value for name, value in extra.items() if name in self._drafter_options},
-            resources=read_resources(worker),
+            resources=read_resources(str(self.worker)),
         )

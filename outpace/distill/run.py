@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from math import prod
@@ -39,6 +39,7 @@ from outpace.models.heads.load import kind_of_head
 from outpace.models.heads.steering import FILE as STEERING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
+from outpace.models.runtimes import Loaded
 from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
 
 TEXT_SHARE, TRAIN_SHARE = 0.45, 0.5  # of a time budget; the evaluation takes the rest
@@ -86,9 +87,9 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
             if options.steers and options.shape == DraftShape() and sizes.vocab_size > LARGE_VOCAB:
                 options = replace(options, shape=DraftShape(vocab=REDUCED_VOCAB))
             if options.runs("train") or options.stage == START:
-                _check_draft(options, checkpoint, sizes)
-            if options.runs("train") and options.seconds is not None:
-                _check_budget(options, checkpoint, sizes)
+                trained = _check_draft(options, checkpoint, sizes)
+                if options.runs("train") and options.seconds is not None:
+                    _check_budget(options, options.seconds, checkpoint, sizes, trained)
         if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
     if options.runs("judge"):
@@ -102,32 +103,39 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
     return options
 
 
-def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
-    """Check the draft's shape, and that the folder has no training of another one."""
+def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Check the draft's shape, and that the folder has no training of another one; return the shapes of the trained
+    tensors."""
     shape, folder = options.shape, options.out / TRAINING
     if shape.vocab > sizes.vocab_size:
         raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
     trained = KINDS[options.kind].trained_shapes(checkpoint, shape, options.taps or ())
     chosen_vocab_ids(folder, shape.vocab)
     check_state(folder, trained)
+    return trained
 
 
-def _check_budget(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> None:
+def _check_budget(
+    options: DistillOptions,
+    seconds: float,
+    checkpoint: Checkpoint,
+    sizes: LlamaConfig,
+    trained: Mapping[str, tuple[int, ...]],
+) -> None:
     """Raise UserError if the budget of a new training is too short for its warm-up steps. Their time is estimated from
-    the number of operations and the measured speed of a matrix product."""
-    assert options.seconds is not None
+    the number of operations and the measured speed of a matrix product. `trained`: shapes of the trained tensors."""
     if (options.out / TRAINING / CURVE).exists():
         return
-    train, shapes = options.train, KINDS[options.kind].trained_shapes(checkpoint, options.shape, options.taps or ())
+    train, shapes = options.train, {**trained}
     if options.kind == "steered":  # steps run the draft too, which is not trained
         shapes |= KINDS["standalone"].trained_shapes(checkpoint, options.shape, ())
     weights = sum(map(prod, shapes.values())) + (options.shape.vocab or sizes.vocab_size) * sizes.hidden_size
     operations = 6.0 * weights * train.rows * train.length  # forward and backward
     share = TRAIN_SHARE * (1.0 - STEERED_SHARE if options.steers else 1.0)
     least = train.warmup * operations / operations_per_second(options.device) / share
-    if options.seconds < least:
+    if seconds < least:
         raise UserError(
-            f"the budget is {options.seconds:g} s, it must be at least about {least:.0f} s: a training step takes about"
+            f"the budget is {seconds:g} s, it must be at least about {least:.0f} s: a training step takes about"
             f" {least * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate; give a"
             " longer --budget, a smaller --vocab or fewer --layers"
         )
@@ -245,7 +253,7 @@ def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evalua
 
     loading = LoadOptions(device=options.device, runtime=options.runtime)
     target, tasks = load_model(options.target, loading), evaluation_prompts(options.tasks, options.prompts)
-    speeds = dict[str, float]()
+    drafts, speeds = dict[str, Loaded](), dict[str, float]()
     if options.stage == "all":
         folders, before = {TRAINED: options.draft}, options.shape.draft or shipped_draft(options.target_name)
         if options.steers:
@@ -258,7 +266,8 @@ def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evalua
         if speeds.get(STEERED_DRAFT, 0.0) > speeds[TRAINED]:
             with new_file(options.out / DRAFT / STEERING, "the draft stays as it is, without the steering") as part:
                 shutil.copyfile(options.out / STEERED / DRAFT / STEERING, part)
-    draft = load_draft(options.draft, target, loading)
+            del drafts[TRAINED]  # it has a steering now
+    draft = drafts[TRAINED] if TRAINED in drafts else load_draft(options.draft, target, loading)
     found = evaluate(target, draft, tasks, options.evaluation, lambda figures: progress("judgement", figures))
     return replace(found, tokens_per_second=speeds)
 

@@ -137,12 +137,13 @@ class RowDrafter:
         rows = sum(len(one.chain) if one.chain is not None else 1 for one in found.values())
         is_first = any(not one.rounds for one in found.values())
         self._drafting.spent = 0.0
+        written = {row: [int(token) for token in sampled[row]] for row in found}
         for row, drafted in found.items():
             if drafted.chain is not None:
-                drafted.sequence.advance([int(token) for token in sampled[row]])
+                drafted.sequence.advance(written[row])
         self._drafting.run_drafters([one.sequence for one in found.values()])
         for row, drafted in found.items():
-            tokens, sequence = [int(token) for token in sampled[row]], drafted.sequence
+            tokens, sequence = written[row], drafted.sequence
             sequence.committed += tokens
             drafted.extend(tokens)
             if isinstance(sequence.action, Commit):
@@ -150,11 +151,10 @@ class RowDrafter:
                 sequence.end_round(self._drafting.follow(sequence, tree, verdict, tokens))
         if not found or len(found) < len(sampled) or (is_first and self._costs.is_timed(rows, 1)):
             return
-        tokens_written = sum(map(len, sampled))
-        self._costs.record_round(len(found), rows, tokens_written, now - self._began, self._drafted)
+        tokens_written, seconds = sum(map(len, sampled)), now - self._began
+        self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted)
         self._costs.record_layers(len(found), self._planned.layers)
         if rows > len(found) > 1 and (plain := self._costs.pass_seconds(len(found))):
-            seconds = now - self._began
             self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
             self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)
 
@@ -178,7 +178,7 @@ class RowDrafter:
         sequence.context.chains = True
         self._drafting.choose(sequence, None)
         self._drafting.open(sequence)
-        sequence.coroutine = self._decoder().decode(sequence.context, self._options)
+        sequence.coroutine = sequence.decoder.decode(sequence.context, sequence.options)
         return DraftedRow(sequence, self._max_positions + self._draft_length + 1)
 
     def _end(self, drafted: DraftedRow) -> None:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from outpace.api.llm import LLM
 from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole, require
+from outpace.engine.engine import EngineOptions
 from outpace.models.options import LoadOptions
 from outpace.server.app import build_app
 from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
@@ -73,7 +74,7 @@ def build(args: Mapping[str, Any]) -> Any:
         name="outpace",
         num_replicas=placement.replicas,
         ray_actor_options={"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus},
-        max_ongoing_requests=options.limits.max_queue + loading.get("batch", 16),
+        max_ongoing_requests=options.limits.max_queue + loading.get("batch", EngineOptions.batch),
         graceful_shutdown_timeout_s=options.limits.drain,
         health_check_period_s=1.0,
         **_sticky_routing(),
