@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from files import TEMPLATE, folder_of, set_fields, write_gguf
+from line_interrupts import interrupted_at, places, visited_lines
+from processes import children
 from turns import one_of
 
 from outpace.core.errors import UserError
@@ -137,6 +139,21 @@ def test_a_process_that_died_is_replaced() -> None:
     process_of(template).wait()
     assert template.render(USER) == "1"
     template.close()
+
+
+def test_an_interrupt_at_any_line_leaves_no_process() -> None:
+    template = ChatTemplate("{{ messages | length }}")
+
+    def work() -> None:
+        assert template.render([]) == "0"
+        template.close()
+
+    before = children()
+    for place in places(visited_lines(work)):
+        interrupted_at(place, work)
+        assert template.render(USER) == "1", place
+        template.close()
+        assert children() <= before, place
 
 
 def test_the_process_ends_when_its_pipe_does() -> None:

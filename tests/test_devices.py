@@ -14,7 +14,7 @@ from files import model_folder
 
 import outpace
 from outpace.core.errors import UserError
-from outpace.distill.train import _has_fast_bfloat16
+from outpace.distill.train import has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
 from outpace.models.load import Loaded, load_model
@@ -55,7 +55,7 @@ def test_bfloat16_is_chosen_for_each_gpu_separately(monkeypatch: pytest.MonkeyPa
     assert LoadOptions(device_map="auto").torch_dtype == torch.bfloat16
     assert LoadOptions(device="cuda", dtype="float16").torch_dtype == torch.float16
     assert LoadOptions().torch_dtype == torch.float32
-    assert [_has_fast_bfloat16(torch.device("cuda", number)) for number in range(2)] == [True, False]
+    assert [has_fast_bfloat16(torch.device("cuda", number)) for number in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(

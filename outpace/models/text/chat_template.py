@@ -75,24 +75,27 @@ class ChatTemplate:
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Return the process, started anew if it was killed since the last request."""
-        if self._process is not None and self._process.poll() is not None:
-            self._stop()
+        process = self._process
+        if process is not None and (process.poll() is not None or (process.stdin and process.stdin.closed)):
+            self._stop()  # it has ended, or an interrupt came while it was being ended
         if self._process is None:
-            process = child_process.start(
-                CODE,
-                template_process.__file__,
-                stderr=subprocess.DEVNULL,
-                flags=("-I", "-S"),
-                paths=[path for path in sys.path if path],  # without the current folder
-            )
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(self.text).encode() + b"\n")
-            self._process = process
+            try:
+                self._process = child_process.start(
+                    CODE,
+                    template_process.__file__,
+                    stderr=subprocess.DEVNULL,
+                    flags=("-I", "-S"),
+                    paths=[path for path in sys.path if path],  # without the current folder
+                )
+                assert self._process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.write(json.dumps(self.text).encode() + b"\n")
+            except BaseException:
+                self._stop()  # the process may have read a part of the template
+                raise
         return self._process
 
     def _stop(self) -> None:
         if self._process is not None:
-            self._process.kill()
             child_process.stop(self._process)
             self._process = None
