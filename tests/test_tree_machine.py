@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 
+import pytest
 import tree_twin
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tree_twin import TreeTwin
 from outpace.core.tree import PREFIX, Role, TokenTree
 
 TOKENS, SCORES = st.integers(0, 6), st.floats(-6.0, 0.5, width=32)
+TRUST = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 COLUMNS = ("tokens", "parents", "scores", "roles", "ids", "sources")
 
 
@@ -100,6 +102,15 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.tree.best_scores(count, leaves=True)
         expected = sorted(leaves, reverse=True)[:count]
         assert max((abs(a - b) for a, b in zip(found, expected, strict=True)), default=0.0) < 1e-12
+
+    @rule(trust=TRUST, looked_up=st.integers(0, 99))
+    def chances(self, trust: dict[str, float], looked_up: int) -> None:
+        expected, looked_up = tree_twin.chances(self.twin, trust, 0.9), looked_up % len(self.twin)
+        assert self.tree.chances(trust, 0.9) == pytest.approx(expected, abs=1e-12)
+        for with_root in (False, True):
+            found = self.tree.parent_chances(expected, "a", looked_up, 0.7, with_root)
+            parents = tree_twin.parent_chances(self.twin, expected, "a", looked_up, 0.7, with_root)
+            assert found == pytest.approx(parents, abs=1e-12)
 
     @rule(picks=st.lists(TOKENS, max_size=12))
     def follow(self, picks: list[int]) -> None:

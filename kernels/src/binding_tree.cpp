@@ -257,6 +257,20 @@ void bind_tree(nb::module_& m) {
         .def("best", &TokenTree::best, "count"_a)
         .def("best_scores", &TokenTree::best_scores, "count"_a, "leaves"_a = false)
         .def("best_width", &TokenTree::best_width, "most"_a, "fixed"_a, "per_node"_a)
+        .def("chances",
+             [](const TokenTree& tree, const nb::dict& trust, double other) {
+                 std::vector<std::pair<int, double>> by_source;
+                 for (const auto [name, value] : trust)
+                     by_source.emplace_back(number_of(nb::cast<std::string>(name)), nb::cast<double>(value));
+                 return tree.chances(by_source, other);
+             },
+             "trust"_a, "other"_a)
+        .def("parent_chances",
+             [](const TokenTree& tree, const std::vector<double>& chances, const std::string& source, int looked_up,
+                double trust, bool with_root) {
+                 return tree.parent_chances(chances, number_of(source), looked_up, trust, with_root);
+             },
+             "chances"_a, "source"_a, "looked_up"_a, "trust"_a, "with_root"_a)
         .def("subtree", &TokenTree::subtree, "node"_a)
         .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
         .def("follow", &follow, "picks"_a, "read"_a = nb::none())
@@ -284,6 +298,13 @@ void bind_tree(nb::module_& m) {
         .def(nb::new_(&to_rows), "rows"_a)
         .def("__len__", [](const ProposalRows& rows) { return rows.count; })
         .def("__getitem__", &row_at)
+        // Iteration without it would end with a C++ exception: 0.1 ms where the code for it is not in the caches.
+        .def("__iter__",
+             [](const ProposalRows& rows) {
+                 nb::list found;
+                 for (int row = 0; row < rows.count; ++row) found.append(to_tuple(rows.at(row)));
+                 return nb::iter(found);
+             })
         .def_prop_ro("is_complete", [](const ProposalRows& rows) {
             for (int row = 0; row < rows.count; ++row)
                 if (rows.at(row).tokens.empty()) return false;

@@ -260,6 +260,36 @@ int TokenTree::best_width(int most, double fixed, double per_node) const {
     return count;
 }
 
+std::vector<double> TokenTree::chances(const std::vector<std::pair<int, double>>& trust, double other) const {
+    std::vector<double> found(size(), 1.0);
+    for (int node = 1; node < size(); ++node) {
+        double factor = other;
+        for (const auto& [source, value] : trust)
+            if (source == sources[node]) factor = value;
+        const int parent = parents[node];
+        found[node] = found[parent] * std::min(std::exp(scores[node] - scores[parent]) * factor, 1.0);
+    }
+    return found;
+}
+
+std::vector<double> TokenTree::parent_chances(const std::vector<double>& chances, int source, int looked_up,
+                                              double trust, bool with_root) const {
+    if (chances.size() != tokens.size() || looked_up < 0 || looked_up >= size())
+        throw std::invalid_argument("every node needs a chance, and nodes that were looked up must be in the tree");
+    std::vector<double> found;
+    for (const int leaf : leaves()) found.push_back(chances[leaf]);
+    for (int node = 0; node <= looked_up; ++node) {
+        double rest = chances[node];
+        bool is_expanded = false;
+        for (int child = first_child_[node]; child >= 0; child = next_sibling_[child]) {
+            rest -= chances[child];
+            is_expanded = is_expanded || sources[child] == source;
+        }
+        if (!is_expanded && (node ? first_child_[node] >= 0 : with_root)) found.push_back(trust * rest);
+    }
+    return found;
+}
+
 std::vector<int> TokenTree::subtree(int node) const {
     check(node);
     std::vector<char> is_inside(size(), 0);

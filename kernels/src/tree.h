@@ -109,6 +109,15 @@ class TokenTree {
     /// Returns how many of the best `most` leaves to expand in one step of fixed + count * per_node seconds, so that the
     /// sum of their chances per second is greatest.
     int best_width(int most, double fixed, double per_node) const;
+    /// Returns for each node the probability that the target accepts it and all its ancestors: exp(score) with each step
+    /// multiplied by the trust in the source of the step's node, or by `other` for sources without one. Steps are at
+    /// most 1.
+    std::vector<double> chances(const std::vector<std::pair<int, double>>& trust, double other) const;
+    /// Returns the chances of the nodes below which a source's model may grow: leaves, and of the nodes up to
+    /// `looked_up` those that it has not expanded, with the chance that no child continues them times `trust`. The root
+    /// counts only if `with_root`.
+    std::vector<double> parent_chances(const std::vector<double>& chances, int source, int looked_up, double trust,
+                                       bool with_root) const;
     std::vector<int> subtree(int node) const;
     double bound(const std::vector<double>& more) const;
     /// Follows picks from the root; the first `count` nodes have one, `pick(node)`. Returns the path, and the pick after

@@ -232,8 +232,9 @@ class DraftRunner:
     def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
-        began, states, trees = self._clock(), list[Any](), list[TokenTree]()
-        before, drafter = captured.count, self._of(sequences[0])
+        states: list[Any] = []
+        trees: list[TokenTree] = []
+        began, before, drafter = self._clock(), captured.count, self._of(sequences[0])
         lends = drafter is not None and drafter.capabilities.needs.session
         source_name = "" if drafter is None else drafter.name if source is None else source.name
         for sequence in sequences:

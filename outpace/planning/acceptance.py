@@ -31,8 +31,6 @@ class AcceptanceModel:
         self._by_length = {one.name for one in sources if one.by_length}
         self._own = {one.name: DecayedMean(0.0, 0.0, _FADE) for one in sources if not one.is_calibrated}
         self._tree: TokenTree | None = None
-        self._num_confirmed = 0  # confirmed nodes of this tree, whose scores may have been raised
-        self._values = [1.0]  # of its nodes
         self._trusts = self._known_trusts()  # by source, for this tree
         self._judged = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
 
@@ -49,16 +47,11 @@ class AcceptanceModel:
         return self._costs.trust(name, len(self._text) if name in self._by_length else 0)
 
     def of(self, tree: TokenTree) -> list[float]:
-        if tree is not self._tree or tree.num_confirmed != self._num_confirmed:
-            self._tree, self._num_confirmed, self._values = tree, tree.num_confirmed, [1.0]
-            self._trusts = self._known_trusts()
-        values, first = self._values, len(self._values)
-        if first < len(tree):
-            scores, trusts = [*tree.scores], self._trusts
-            for source, parent, score in zip(tree.sources[first:], tree.parents[first:], scores[first:], strict=True):
-                chance = exp(score - scores[parent]) * trusts.get(source, _CONTINUES)
-                values.append(values[parent] * min(chance, 1.0))
-        return values
+        """Return the chance that the target accepts each node and all its ancestors."""
+        if tree is not self._tree:
+            self._tree, self._trusts = tree, self._known_trusts()
+        chances: list[float] = tree.chances(self._trusts, _CONTINUES)
+        return chances
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Add a verified tree and the path that the target accepted."""
@@ -71,7 +64,9 @@ class AcceptanceModel:
     def _learn_round(self, judged: tuple[TokenTree, Sequence[int]]) -> None:
         """Compare the accepted children of accepted nodes with the sum of the children's predicted chances."""
         tree, path = judged
-        promised, accepted, sources, scores = dict[str, float](), dict[str, int](), [*tree.sources], [*tree.scores]
+        promised: dict[str, float] = {}
+        accepted: dict[str, int] = {}
+        sources, scores = [*tree.sources], [*tree.scores]
         for node, following in zip(path, [*path[1:], None], strict=True):
             for child in tree.children(node):
                 source = sources[child]

@@ -218,13 +218,11 @@ class Planner:
         """
         chances, least = self._acceptance.of(tree), self._row / YIELD
         trust = self._acceptance.trust(model.source)
-        leaves = [trust * leaf for leaf in predicted] if predicted else [*map(chances.__getitem__, tree.leaves())]
-        for node in range(self._num_looked_up + 1) if not predicted else ():
-            children, sources = tree.children(node), tree.sources
-            is_expanded = model.source.name in map(sources.__getitem__, children)
-            if not is_expanded and (children if node else not model.layers):
-                leaves.append(trust * (chances[node] - sum(map(chances.__getitem__, children))))
-        above = [chance - least for chance in sorted(leaves, reverse=True)[: model.source.width] if chance > least]
+        if predicted:
+            parents = [trust * leaf for leaf in predicted]
+        else:
+            parents = tree.parent_chances(chances, model.source.name, self._num_looked_up, trust, not model.layers)
+        above = [chance - least for chance in sorted(parents, reverse=True)[: model.source.width] if chance > least]
         return [*accumulate(above)]
 
     def _min_score(self, trust: float) -> float:
