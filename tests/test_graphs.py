@@ -25,7 +25,7 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda.captures import Captures, HostRead
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
+from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
 from outpace.models.llama.cuda.pool import GraphSession
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.torch.attention import FastAttention, attend_folded
@@ -211,22 +211,25 @@ def test_passes_that_were_captured_in_advance_are_used() -> None:
     assert model.captures.count <= before + 2, "what moves the kept nodes, and an output layer of four rows"
 
 
-def test_an_engine_captures_what_its_rounds_need() -> None:
-    """Of target and draft: rounds of full batches move no store, and capture moves and rows of logits alone."""
-    models = graphs(), graphs(replace(reference.TINY, num_layers=1))
-    drafter = ModelDrafter(models[1], Options(width=2))
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("rule", ["greedy", "gumbel"])
+def test_an_engine_captures_what_its_rounds_need(steps: int, rule: str) -> None:
+    """Of target and draft: rounds of full batches move no store, and capture rows of logits alone."""
+    models = graphs(), build(SteppingLlama, replace(reference.TINY, num_layers=1), is_eager=True)
+    drafter = ModelDrafter(models[1], Options(width=2, steps=steps))
     speculative = registry.find("decoders", "speculative")
     with Engine(models[0], drafter, options=EngineOptions(nodes=4, batch=2)) as engine:
         engine.capture_passes()
         before = [(model.pool.kv, set(model.captures._made)) for model in models]
-        requests = [make_request(text(models[0], 20 * n + 5, n), max_tokens=9) for n in range(2)]
+        requests = [make_request(text(models[0], 20 * n + 5, n), rule, max_tokens=9) for n in range(2)]
         runs = [engine.submit(one, speculative, speculative.Options(2)) for one in requests]
         while any(run.finish_reason is None for run in runs):
             engine.step()
     assert [len(run.tokens) for run in runs] == [9, 9]
     for model, (store, made) in zip(models, before, strict=True):
         assert model.pool.kv is store
-        assert {key[0] for key in model.captures._made if key not in made} <= {"moves", "head"}
+        assert {key[0] for key in model.captures._made if key not in made} <= {"head"}
+    assert any(key[0] == "steps" for key in models[1].captures._made) == (steps > 1)
 
 
 def test_more_sessions_than_a_pass_takes() -> None:

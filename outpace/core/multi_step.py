@@ -104,3 +104,7 @@ class SupportsMultiStep:
         Returns None, with nothing changed, if this is not possible.
         """
         return None
+
+    def capture_steps(self, sizes: Sequence[tuple[int, int]], width: int, num_proposals: int) -> None:
+        """Capture what `draft_steps` runs for short texts, for these numbers of texts and steps, so that no round waits
+        for it."""

@@ -367,8 +367,8 @@ class Capabilities:
     sources: the origins of its proposals, usually one. needs: what it must see of the target's passes. q_at_leaves: it
     gives rules its q after every node, leaves included. cost: describes the cost of a round in the table of methods.
     models: the models that it runs. memory: returns an upper bound of its own KV bytes for requests whose texts have
-    these lengths. learnt: its state in a profile. save: writes the files that it keeps between runs; called when the
-    engine closes.
+    these lengths. learnt: its state in a profile. capture: captures what it runs on a GPU besides passes of its models,
+    for these numbers of requests. save: writes the files that it keeps between runs; called when the engine closes.
     """
 
     sources: tuple[Source, ...]
@@ -378,6 +378,7 @@ class Capabilities:
     models: tuple[Any, ...] = ()
     memory: Callable[[Sequence[int]], int] = lambda lengths: 0
     learnt: SavedState | None = None
+    capture: Callable[[Sequence[int]], None] = lambda batches: None
     save: Callable[[], None] = lambda: None
 
     @property

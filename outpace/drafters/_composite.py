@@ -53,6 +53,10 @@ class JoinedState:
 def joined(parts: Sequence[Capabilities]) -> Capabilities:
     """Return the capabilities of several drafters together."""
 
+    def capture(batches: Sequence[int]) -> None:
+        for part in parts:
+            part.capture(batches)
+
     def save() -> None:
         for part in parts:
             part.save()
@@ -63,6 +67,7 @@ def joined(parts: Sequence[Capabilities]) -> Capabilities:
         models=tuple(model for part in parts for model in part.models),
         memory=lambda lengths: sum(part.memory(lengths) for part in parts),
         learnt=JoinedState([part.learnt for part in parts]),
+        capture=capture,
         save=save,
     )
 

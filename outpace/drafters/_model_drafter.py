@@ -71,7 +71,8 @@ class BaseModelDrafter(Drafter):
         self._draws = DrawCounts.read(options.draws)
         self._pick_models = PickModels()
         self._multi_step = MultiStepExpander(model, self._pick_models, options, steps)
-        self.capabilities = self._expander.capabilities(self.capabilities, self._pick_models)
+        capture = self._multi_step.capture
+        self.capabilities = self._expander.capabilities(self.capabilities, self._pick_models, capture=capture)
 
     def open(self, request: Request) -> ModelState:
         session, pick_model = self._expander.open(request), self._pick_models.of(request)

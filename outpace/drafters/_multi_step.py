@@ -30,6 +30,7 @@ from outpace.rules.match import Match
 
 _FADE = 0.9  # decay per round
 _FIRST = 4.0  # prior of the steps per round
+_MOST_CAPTURED = 32  # requests times steps of the largest graph that is captured in advance
 
 
 @dataclass
@@ -119,6 +120,14 @@ class MultiStepExpander:
         self.takes_several = self._chosen != 1
         self._usual = _FIRST
         self.num_steps = 1  # draft steps of the present growth: see `DraftState`
+
+    def capture(self, batches: Sequence[int]) -> None:
+        """Capture the steps that these numbers of requests are likely to take at once."""
+        if self.takes_several:
+            usual = [1 << power for power in range(1, MAX_STEPS.bit_length())]
+            counts = usual if self._chosen is None else [self._chosen]
+            sizes = [(batch, count) for batch in batches for count in counts if batch * count <= _MOST_CAPTURED]
+            self._model.capture_steps(sizes, self._options.width, self._options.width + SPARE)
 
     def known(self, jobs: Sequence[ExpansionJob]) -> list[list[TopK]] | None:
         """Return the proposals below the jobs' frontiers if all of them were expanded in advance, None if a forward is

@@ -318,6 +318,8 @@ class Engine(AbstractContextManager["Engine"]):
         for model in self.drafting.models:
             model.reserve_sessions(self.options.batch, self.memory.budget // 8)
             model.capture_passes(drafted)
+        for drafter in self.drafting.drafters.values():
+            drafter.capabilities.capture(batches)
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
         """Hand the output for prompts to the sequences and their drafters, and learn how long reading takes."""

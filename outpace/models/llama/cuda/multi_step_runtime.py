@@ -13,8 +13,9 @@ numbers are on grids in float64, where sums are exact (`ExactAttention`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +25,23 @@ from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.logits import SparseLogits, tensor_of
 from outpace.core.multi_step import MAX_DEPTH, ExpandedNode, MultiStepRequest
 from outpace.core.tree import PREFIX
-from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes
+from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes, StaticInputs
 from outpace.models.llama.cuda.runtime import MOST_SESSIONS, GraphLlama
 from outpace.models.llama.cuda.step_choice import NodeSelection, StepBucket, StepInputs, StepNodes, proposals
 from outpace.models.llama.torch.attention import attend_batch_exactly
 from outpace.models.llama.torch.linear import FIXED, Linear, pad_rows, rows_are_independent
 from outpace.models.llama.torch.weights import Normed
+
+
+class _StepGraph(NamedTuple):
+    """A captured graph of several steps: its key, inputs with the host's arrays to fill, the first step's logits, and
+    where the results are."""
+
+    key: Hashable
+    inputs: StaticInputs
+    host: dict[str, np.ndarray]
+    first: Tensor  # [batch * width, vocab]
+    out: Tensor  # float64 [steps, batch, width, columns]
 
 
 class SteppingLlama(GraphLlama):
@@ -53,14 +65,38 @@ class SteppingLlama(GraphLlama):
         found = self._run_steps(requests, tensor_of(scored.values), bucket)  # [steps, batch, width, columns]
         return [_expanded_nodes(one, found[:, one.session.place], bucket) for one in requests]
 
+    def capture_steps(self, sizes: Sequence[tuple[int, int]], width: int, num_proposals: int) -> None:
+        self._place([])
+        slots = min(self.least_slots, self.pool.slots)
+        for batch, steps in sizes:
+            bucket = StepBucket(next_power_of_two(batch), width, steps, num_proposals)
+            if bucket.batch <= self.pool.rows and bucket.taken <= min(MOST_PENDING, slots):
+                for noisy in (False, True):
+                    self._captured_steps(bucket, slots, noisy, self.vocab_size)
+
     @torch.inference_mode()
     def _run_steps(self, requests: Sequence[MultiStepRequest], scores: Tensor, bucket: StepBucket) -> np.ndarray:
         """Fill the buffers, replay the graph, and wait for its results."""
         most, noisy = max(one.session.used for one in requests) + bucket.taken, any(one.keys for one in requests)
         slots = min(next_power_of_two(most, self.least_slots), self.pool.slots)
+        graph = self._captured_steps(bucket, slots, noisy, scores.shape[-1])
+        for one in requests:
+            _fill(graph.host, one.session.place, one)
+        graph.inputs.send()
+        places = [one.session.place * bucket.width + node for one in requests for node in range(len(one.slots))]
+        graph.first.index_copy_(0, to_device(places, np.int64, self.device), scores.to(graph.first.dtype))
+        self.captures.replay(graph.key)
+        found: np.ndarray = graph.out.cpu().numpy()  # the only wait
+        return found
+
+    @torch.inference_mode()
+    def _captured_steps(self, bucket: StepBucket, slots: int, noisy: bool, vocab: int) -> _StepGraph:
+        """Return the graph of these steps, captured now if it was not before."""
         inputs = self._inputs(("steps", bucket), _shapes(bucket))
-        rows, vocab = bucket.batch * bucket.width, scores.shape[-1]
-        first: Tensor = self.captures.buffers(("step scores", rows, vocab), lambda: scores.new_zeros(rows, vocab))
+        rows = bucket.batch * bucket.width
+        first: Tensor = self.captures.buffers(
+            ("step scores", rows, vocab), lambda: self.embedding.new_zeros(rows, vocab, dtype=self.score_dtype)
+        )
         shape = (bucket.steps, bucket.batch, bucket.width, bucket.columns)
         out: Tensor = self.captures.buffers(
             ("step results", bucket), lambda: torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -68,14 +104,7 @@ class SteppingLlama(GraphLlama):
         key = ("steps", bucket, slots, noisy, vocab)
         work = partial(self._steps_pass, bucket, inputs.device, first, out, slots, noisy)
         host = self.captures.begin(key, inputs, work, self.pool.kv, self._hidden, first, out)
-        for one in requests:
-            _fill(host, one.session.place, one)
-        inputs.send()
-        places = [one.session.place * bucket.width + node for one in requests for node in range(len(one.slots))]
-        first.index_copy_(0, to_device(places, np.int64, self.device), scores)
-        self.captures.replay(key)
-        found: np.ndarray = out.cpu().numpy()  # the only wait
-        return found
+        return _StepGraph(key, inputs, host, first, out)
 
     def _steps_pass(
         self, bucket: StepBucket, inputs: StepInputs, first: Tensor, out: Tensor, slots: int, noisy: bool

@@ -9,7 +9,7 @@ Graphs", 2021. Sums depend on the bucket here; in `multi_step_runtime.ExactGraph
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,10 @@ class GraphLlama(Llama):
                 session.reserve(nodes)
             rows = range(nodes if nodes <= MOST_NODES else 1)
             self.score_hidden([chain(session, [0] * nodes, rows) for session in opened], layers)
+        self._place([])
+        for batch in {next_power_of_two(batch) for batch, _ in sizes}:
+            for count in (FEW_MOVES, MOST_MOVES) if batch <= min(self.pool.rows, MOST_SESSIONS) else ():
+                self._captured_moves(0, batch, count)
 
     def _score_captured(self, forest: Sequence[Part], layers: Sequence[int]) -> list[TargetOutput]:
         """Run captured passes over all parts; return the output of each."""
@@ -233,17 +237,24 @@ class GraphLlama(Llama):
         if not moving:
             return
         most = max(len(source) for _, source, _ in moving)
-        count = FEW_MOVES if most <= FEW_MOVES else MOST_MOVES
-        inputs = self._inputs(("moves", batch, count), dict.fromkeys(("source", "target"), (batch, count)))
-        key, idle = ("moves", start, batch, count), dict.fromkeys(("source", "target"), self.pool.padding)
-        work = partial(self.pool.move, start, inputs.device["source"], inputs.device["target"])
-        host = self.captures.begin(key, inputs, work, self.pool.kv, idle=idle)
+        key, inputs, host = self._captured_moves(start, batch, FEW_MOVES if most <= FEW_MOVES else MOST_MOVES)
         for session, source, first in moving:
             session.moves = None
             host["source"][session.place - start, : len(source)] = source
             host["target"][session.place - start, : len(source)] = np.arange(first, first + len(source))
         inputs.send()
         self.captures.replay(key)
+
+    @torch.inference_mode()
+    def _captured_moves(
+        self, start: int, batch: int, count: int
+    ) -> tuple[Hashable, StaticInputs, dict[str, np.ndarray]]:
+        """Return the key, the inputs and the host's arrays of a step that moves at most `count` slots of each row,
+        captured now if it was not before."""
+        inputs = self._inputs(("moves", batch, count), dict.fromkeys(("source", "target"), (batch, count)))
+        key, idle = ("moves", start, batch, count), dict.fromkeys(("source", "target"), self.pool.padding)
+        work = partial(self.pool.move, start, inputs.device["source"], inputs.device["target"])
+        return key, inputs, self.captures.begin(key, inputs, work, self.pool.kv, idle=idle)
 
     def _read(self, start: int, block: Sequence[BatchPart]) -> Tensor:
         """Return a new tensor of logits after `_run`, part after part: [logit rows, vocab]"""
