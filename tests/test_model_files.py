@@ -19,6 +19,7 @@ from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
 from outpace.models.files.reading import read_json
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.load import load_model
 
 
 def tensors(**changes: Any) -> dict[str, torch.Tensor]:
@@ -34,6 +35,14 @@ def folder(tmp_path: Path) -> Path:
 def check(folder: Path) -> None:
     with Checkpoint.open(folder) as checkpoint:
         checkpoint.check_shapes(llama.tensor_shapes(llama.from_dict(checkpoint.config)))
+
+
+def test_a_config_that_is_wrong_is_named(folder: Path) -> None:
+    fields = {name: value for name, value in CONFIG.items() if name != "vocab_size"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    for dtype in ("int8", "float32"):
+        with pytest.raises(UserError, match=f"{folder}: vocab_size is missing"):
+            load_model(str(folder), dtype=dtype)
 
 
 def test_config() -> None:

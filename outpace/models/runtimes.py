@@ -200,7 +200,10 @@ def _read(
 
     path = (resolve if formats is None else locate)(None if spec is None else str(spec), progress=progress)
     with open_source(path) as source:
-        config = from_dict(source.config)
+        try:
+            config = from_dict(source.config)
+        except UserError as error:
+            raise type(error)(f"{path}: {error}") from error
         source.check_shapes(tensor_shapes(config))
         head_ids = read_draft_vocab(path, source.config)
         tokenizer = cache(partial(tokenizer_of, source))
