@@ -255,6 +255,17 @@ def test_a_text_counts_as_a_failure_only_if_its_drafts_did_not_pay(right: Callab
     assert world.costs.exploration.is_due((DRAFT.name, "new text"), 0.9, 0.0, credit=1.0) is paid
 
 
+@pytest.mark.parametrize(("length", "paid"), [(1, True), (500, False)])
+def test_a_text_counts_as_a_failure_if_its_drafts_did_not_pay_for_reading_it(length: int, paid: bool) -> None:
+    world = World(0.9, always)
+    world.place.committed = (RIGHT,) * length
+    world.costs.expect(DRAFT, 0.1)
+    world.costs.record_prefill(100, 300.0)  # so reading 500 tokens costs 150 seconds, 25 passes
+    world.run(30)
+    assert world.asked
+    assert world.costs.exploration.is_due((DRAFT.name, "new text"), 0.9, 0.0, credit=1.0) is paid
+
+
 def test_trust_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong, do not change the trust in each other or in the model."""
     costs, guesses = CostModel(), Source("prediction", False)

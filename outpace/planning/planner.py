@@ -171,6 +171,7 @@ class Planner:
             tree.min_score = self._min_score(self._acceptance.trust(model.source))
             if model.is_behind:
                 self._costs.note_catch_up(model.source)
+                model.gain -= self.price * catch_up
         self.uses_drafts = True
         self._context.batch.add_layer(model.layers)
         self._widths.append(width)

@@ -134,7 +134,7 @@ class ModelSource:
         self._read = 0  # tokens of the text that the model has read
         self._yields = self._costs.initial_layer_yields(source)
         self._rounds = 0  # in which it drafted
-        self._gain = 0.0  # accepted tokens of these rounds minus the price of its draft steps, in tokens
+        self.gain = 0.0  # accepted tokens of these rounds minus the price of reading and of its draft steps, in tokens
 
     @property
     def is_first_layer_trial(self) -> bool:
@@ -174,12 +174,12 @@ class ModelSource:
         tokens."""
         self._read = len(self._context.committed) + emitted
         self._rounds += 1
-        self._gain += emitted - 1 - step * (self.layers - self.first)
+        self.gain += emitted - 1 - step * (self.layers - self.first)
 
     def end(self) -> None:
         """End the request: record whether its drafts paid, which decides what a trial on the next text may cost."""
         if self._rounds and self._context.requests == 1:
-            self._costs.exploration.record_use(self.text_option, self._gain)
+            self._costs.exploration.record_use(self.text_option, self.gain)
 
     @property
     def is_new_text(self) -> bool:
