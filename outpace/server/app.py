@@ -18,13 +18,13 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outpace import __version__
 from outpace.server import chat_completions, completions, logs, messages, responses
-from outpace.server.chat_completions import ChatBody, ChatFormat, ChatMessage, template_messages
+from outpace.server.chat_completions import ChatBody, ChatFormat, ConversationBody
 from outpace.server.completions import CompletionBody, CompletionFormat, InfillBody, InfillFormat, TokenIds
 from outpace.server.errors import ApiError
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
 from outpace.server.middleware import Middleware, is_messages_path
 from outpace.server.replies import EventStream, JsonReply, WholeReply, error_reply
-from outpace.server.request_body import B, Body, read_json, validate
+from outpace.server.request_body import B, Body, read_json, refuse_unsupported, validate
 from outpace.server.responses import ResponsesBody, ResponsesFormat
 from outpace.server.service import Service
 
@@ -133,16 +133,13 @@ async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, M
     return body, headers
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ConversationBody):
     """A text, or a conversation that is rendered by the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None  # llama.cpp's name
-    messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -160,11 +157,8 @@ def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tokens = tokenizer.chat(
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-        )
+        refuse_unsupported(ChatBody, body)  # such as `documents`, which would change the prompt
+        tokens = chat_completions.conversation(body, service).render()
     else:
         assert text is not None
         tokens = tokenizer.continuation(text) if body.add_special_tokens is False else tokenizer.encode(text)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
+from outpace.server.content import Part, Turn, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions, joined_text
+from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
+from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
-from outpace.server.tool_calls import AnswerPart, parse_arguments, tool_options
+from outpace.server.tool_calls import AnswerPart, parse_arguments, template_call, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
@@ -21,26 +22,20 @@ from outpace.tools.reasoning import ThoughtDelta
 RESERVED_VALUES = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"}
 
 
-class TextPart(Body):
-    """A text part of a message, or a refusal. Images, audio and files are not supported."""
-
-    type: Literal["text", "refusal"]
-    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
-
-
-class ChatMessage(Body):
+class ChatMessage(Turn):
     """A message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    thinking_blocks: list[Part] | None = None  # LiteLLM's form of reasoning
+    reasoning_details: list[Part] | None = None  # OpenRouter's
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
-    audio: None = None  # not supported, must be null
-    function_call: None = None  # not supported, must be null
+    function_call: dict[str, Any] | None = None  # the earlier form of tool_calls
     prefix: bool | None = None  # whether the answer continues this message, which must be the last one
 
 
@@ -48,13 +43,26 @@ class PredictedOutput(Body):
     """The answer that the client expects."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | list[Part]
 
 
-class ChatBody(DetailsBody):
-    """The request body of a chat completion."""
+class ConversationBody(Body):
+    """A conversation with its tools, and how the chat template renders it."""
 
     tool_type = "function"
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatBody(ConversationBody, DetailsBody):
+    """The request body of a chat completion."""
+
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -62,16 +70,9 @@ class ChatBody(DetailsBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: PredictedOutput | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -80,54 +81,72 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
     """Convert a request body."""
     if body.store:
         raise ApiError(400, "store is true, but this server stores nothing: leave it out", param="store")
-    values = body.chat_template_kwargs or {}
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    guess = body.prediction.content if body.prediction else ""
+    return chat_request(
+        body,
+        conversation(body, service),
+        body.max_completion_tokens or body.max_tokens,
+        n=body.n or 1,
+        rounds=bool(body.return_rounds),
+        response_format=body.response_format,
+        structured_outputs=body.structured_outputs,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prediction=guess if isinstance(guess, str) else "".join(part.text for part in guess),
+    )
+
+
+def conversation(body: ConversationBody, service: Service) -> Conversation:
+    """Convert a body's messages, tools and template arguments; raise ApiError for contradictions."""
+    messages, values = body.messages or [], body.chat_template_kwargs or {}
     reserved = values.keys() & RESERVED_VALUES
     if reserved:
         raise ApiError(400, f"chat_template_kwargs may not have {min(reserved)}", param="chat_template_kwargs")
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    continues = bool(body.continue_final_message or body.messages[-1].prefix)
+    continues = bool(body.continue_final_message or messages[-1].prefix)
     if continues and body.add_generation_prompt:
         why = "continue_final_message and add_generation_prompt are both true, set only one of them"
         raise ApiError(400, why, param="continue_final_message", code="invalid_value")
     if body.add_generation_prompt is False:
         values = {**values, "add_generation_prompt": False}
-    return chat_request(
-        body,
+    return Conversation(
         tool_options(service.chat_model, body.tools, body.tool_choice, body.parallel_tool_calls),
-        template_messages(body.messages),
-        body.max_completion_tokens or body.max_tokens,
-        n=body.n or 1,
-        template_values={**reasoning_values(body.reasoning_effort), **values},
-        continues=continues,
-        rounds=bool(body.return_rounds),
-        response_format=body.response_format,
-        structured_outputs=body.structured_outputs,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prediction=joined_text(body.prediction.content, "") if body.prediction else "",
+        template_messages(messages),
+        {**reasoning_values(body.reasoning_effort), **values},
+        continues,
     )
 
 
 def template_messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Convert messages for chat templates: content to text, arguments of calls to objects."""
-    return [_template_message(message) for message in given]
+    return [_template_message(message, f"messages.{number}") for number, message in enumerate(given)]
 
 
-def _template_message(given: ChatMessage) -> dict[str, Any]:
+def _template_message(given: ChatMessage, place: str) -> dict[str, Any]:
     if given.role == "user" and not given.content and given.content != "":
         raise ApiError(400, "a user message has no content, it must be a string or a list of parts", param="messages")
-    role = "system" if given.role == "developer" else given.role
-    message: dict[str, Any] = {"role": role, "content": joined_text(given.content) or given.refusal or ""}
-    if given.tool_calls:
-        message["tool_calls"] = [_template_call(call) for call in given.tool_calls]
-    more = {"name": given.name, "tool_call_id": given.tool_call_id}
-    more["reasoning_content"] = given.reasoning_content or given.reasoning
+    role = {"developer": "system", "function": "tool"}.get(given.role, given.role)
+    message = template_message(role, given.content, f"{place}.content")
+    message["content"] = message["content"] or given.refusal or ""
+    earlier = {"id": "", "type": "function", "function": given.function_call}
+    if calls := given.tool_calls or ([earlier] if given.function_call else None):
+        message["tool_calls"] = [_template_call(call) for call in calls]
+    more = {"name": given.name, "tool_call_id": "" if given.role == "function" else given.tool_call_id}
+    blocks = [part.text for part in given.thinking_blocks or given.reasoning_details or () if part.text]
+    more["reasoning_content"] = given.reasoning_content or given.reasoning or "\n".join(blocks) or None
     return message | {name: value for name, value in more.items() if value is not None}
 
 
 def _template_call(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert the arguments to an object. For a call without arguments, clients also send null or an empty string."""
-    function = given.get("function")
+    """Convert the arguments to an object. For a call without arguments, clients also send null or an empty string.
+
+    A call of another type, such as one of a custom tool, becomes a function call.
+    """
+    function, kind = given.get("function"), given.get("type")
+    if not isinstance(function, dict) and isinstance(kind, str) and kind != "function":
+        inner = given[kind] if isinstance(given.get(kind), dict) else {}
+        arguments = {name: value for name, value in inner.items() if name != "name"}
+        return template_call(given.get("id"), inner.get("name", kind), arguments)
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments") or "{}", str):
         return given
     return {**given, "function": {**function, "arguments": parse_arguments(text)}}

@@ -36,15 +36,27 @@ class GenerationRequest:
     count_thoughts: Callable[[Sequence[int]], int] | None = None
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """What the chat template renders. `values` are passed to it; `continues`: the answer continues the last message."""
+
+    tools: ToolOptions
+    messages: Sequence[Mapping[str, Any]]
+    values: Mapping[str, Any]
+    continues: bool = False
+
+    def render(self) -> tuple[int, ...]:
+        """Return the tokens of the prompt."""
+        continuation = {"continue_final_message": True} if self.continues else {}
+        return self.tools.render(self.messages, {**self.values, **continuation})
+
+
 def chat_request(
     body: SamplingBody,
-    tools: ToolOptions,
-    messages: Sequence[Mapping[str, Any]],
+    conversation: Conversation,
     max_tokens: int | None,
     *,
     n: int = 1,
-    template_values: Mapping[str, Any] = {},
-    continues: bool = False,
     rounds: bool = False,
     response_format: Any = None,
     structured_outputs: Any = None,
@@ -52,13 +64,10 @@ def chat_request(
 ) -> GenerationRequest:
     """Render a conversation.
 
-    `continues`: the answer continues the last message. `rounds`: keep a record of each round.
-    `sampling`: further arguments of SamplingParams.
+    `rounds`: keep a record of each round. `sampling`: further arguments of SamplingParams.
     """
-    if continues:
-        template_values = {**template_values, "continue_final_message": True}
-    prompt = tools.render(messages, template_values)
-    continued = messages[-1]["content"] if continues else ""
+    tools, prompt = conversation.tools, conversation.render()
+    continued = conversation.messages[-1]["content"] if conversation.continues else ""
     begin = tools.thought(prompt, continued)
     if has_begun_text(continued):
         is_structured = structured_outputs is not None or (response_format or {}).get("type", "text") != "text"

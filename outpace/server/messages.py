@@ -8,40 +8,34 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceEnd
+from outpace.server.content import TEXTS, Part, Turn, TypedTurn, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import Body, SamplingBody, joined_text
+from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
+from outpace.server.request_body import Body, SamplingBody
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import ToolOptions, parse_arguments, template_call, tool_options
 from outpace.tools.calls import CallBegin
 
 
-class TextBlock(Body):
-    """A text of the system message or of a tool's result."""
+class ContentBlock(TypedTurn):
+    """A block of a message: text, thinking, a tool call, or its result."""
 
-    type: Literal["text"]
-    text: str
-
-
-class ContentBlock(Body):
-    """A part of a message: text, thinking, a tool call, or its result. Images and documents are not supported."""
-
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    known = (*TEXTS, "tool_use", "tool_result")
+    type: str
     text: str | None = None
-    thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[TextBlock] | None = None
+    content: str | list[Part] | None = None
 
 
-class InputMessage(Body):
+class InputMessage(Turn):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
+    content: str | list[ContentBlock] | None = None
 
 
 class MessagesTool(Body):
@@ -74,7 +68,7 @@ class ConversationBody(Body):
 
     tool_type = "custom"
     messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
+    system: str | list[Part] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: dict[str, Any] | None = None
@@ -97,33 +91,32 @@ class MessagesBody(ConversationBody, SamplingBody):
 
 def template_messages(body: ConversationBody) -> list[dict[str, Any]]:
     """Convert messages for chat templates."""
-    found: list[dict[str, Any]] = []
-    if body.system:
-        found.append({"role": "system", "content": joined_text(body.system)})
-    for message in body.messages:
-        if isinstance(message.content, str):
+    found = [template_message("system", body.system, "system")] if body.system else []
+    for number, message in enumerate(body.messages):
+        place = f"messages.{number}.content"
+        if isinstance(message.content, list):
+            found += _from_blocks(message.role, message.content, place)
+        elif message.content is not None:
             found.append({"role": message.role, "content": message.content})
-        else:
-            found += _from_blocks(message.role, message.content)
+        elif message.role != "system":  # it may hold settings only
+            raise ApiError(400, f"{place} is missing", param="messages", code="missing_field")
     return found
 
 
-def _from_blocks(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
+def _from_blocks(role: str, blocks: list[ContentBlock], place: str) -> list[dict[str, Any]]:
     """Convert one message. Tool results become messages of their own, tool calls a field of the assistant's message."""
     found: list[dict[str, Any]] = []
-    texts, calls = [], []
-    for block in blocks:
+    calls = []
+    for number, block in enumerate(blocks):
         if block.type == "tool_result":
-            found.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": joined_text(block.content)}
-            )
+            result = template_message("tool", block.content, f"{place}.{number}.content")
+            found.append({**result, "tool_call_id": block.tool_use_id or ""})
         elif block.type == "tool_use":
             calls.append(template_call(block.id, block.name, block.input or {}))
-        elif block.type == "text":
-            texts.append(block.text or "")
-    if texts or calls or not found:
-        message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-        found.append(message | {"tool_calls": calls} if calls else message)
+    message = template_message(role, blocks, place) | ({"tool_calls": calls} if calls else {})
+    has_text = any(block.type in TEXTS for block in blocks)
+    if has_text or message["content"] or len(message) > 2 or not (found or role == "system"):
+        found.append(message)
     return found
 
 
@@ -142,15 +135,15 @@ def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
     )
 
 
-def _continues(body: ConversationBody) -> bool:
-    """Return whether the answer continues the last message."""
-    return body.messages[-1].role == "assistant"
+def conversation(body: ConversationBody, service: Service) -> Conversation:
+    """Convert a body's messages, system prompt and tools. If the last message is the assistant's, it is continued."""
+    is_begun = body.messages[-1].role == "assistant"
+    return Conversation(_tool_options(body, service), template_messages(body), _reasoning(body), is_begun)
 
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
     """Count the tokens of a conversation's prompt."""
-    values = {**_reasoning(body), "continue_final_message": _continues(body)}
-    return {"input_tokens": len(_tool_options(body, service).render(template_messages(body), values))}
+    return {"input_tokens": len(conversation(body, service).render())}
 
 
 def _reasoning(body: ConversationBody) -> dict[str, Any]:
@@ -169,11 +162,8 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
         raise ApiError(400, why, param="output_format")
     return chat_request(
         body,
-        _tool_options(body, service),
-        template_messages(body),
+        conversation(body, service),
         body.max_tokens,
-        template_values=_reasoning(body),
-        continues=_continues(body),
         response_format=body.output_format if form is None else form,
     )
 

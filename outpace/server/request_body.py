@@ -27,7 +27,8 @@ MAX_LOGPROBS = 20
 NO_EFFECT = frozenset(
     (
         *("cache_control", "annotations", "citations", "verbosity", "include_obfuscation", "service_tier"),
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "signature", "data", "is_error"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_breakpoint"),
+        *("signature", "data", "is_error"),
         *("encrypted_content", "phase", "status", "generate_summary", "summary"),
         *("cache_prompt", "id_slot", "timings_per_token"),
     )
@@ -144,17 +145,19 @@ def _invalid_json(message: str) -> ApiError:
 
 
 class Body(BaseModel):
-    """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the only type of tools supported."""
+    """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the only type of tools supported.
+
+    `is_kept`: unknown fields are never refused, see `content.Turn`.
+    """
 
     tool_type: ClassVar[str | None] = None
+    is_kept: ClassVar[bool] = False
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
-
-def joined_text(content: Any, separator: str = "\n") -> str:
-    """Return the text of a content: null, a string, or a list of parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return separator.join(part.text or "" for part in content)
+    @property
+    def unknown_type(self) -> str | None:
+        """The type that the client gave, if it is unknown."""
+        return None
 
 
 class StreamOptions(Body):
@@ -215,7 +218,8 @@ B = TypeVar("B", bound=Body)
 def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[B, list[str]]:
     """Validate a body; return it with the names of ignored fields and tools, which are those of unknown names or types.
 
-    Raises ApiError for a wrong value, an UNSUPPORTED field and, if `is_strict`, anything unknown.
+    Raises ApiError for a wrong value, an UNSUPPORTED field and, if `is_strict`, anything unknown outside of the
+    conversation.
     """
     given, left_out = _without_unknown_tools(kind, given, is_strict)
     try:
@@ -223,19 +227,20 @@ def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[
     except ValidationError as error:
         raise _validation_error(error, given) from None
     if issubclass(kind, SamplingBody):
-        _refuse_unsupported(kind, body.model_extra or {})
+        refuse_unsupported(kind, body)
     unknown = [*unknown_fields(body), *_unknown_in_functions(getattr(body, "tools", None))]
-    if unknown and is_strict:
-        name, allowed = unknown[0]
+    if is_strict and (refused := [one for one in unknown if one[1]]):
+        name, allowed = refused[0]
         near = difflib.get_close_matches(name.rpartition(".")[2], allowed, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"unknown field {name!r:.100}{hint}", param=name[:100], code="unknown_field")
     return body, [name for name, _ in unknown] + left_out
 
 
-def _refuse_unsupported(kind: type[Body], unknown: Mapping[str, Any]) -> None:
-    for name, value in unknown.items():
-        if name in UNSUPPORTED and value and value != NEUTRAL_VALUES.get(name):
+def refuse_unsupported(kind: type[Body], body: Body) -> None:
+    """Raise ApiError for a field of a body that is UNSUPPORTED by bodies of this kind."""
+    for name, value in (body.model_extra or {}).items():
+        if name in UNSUPPORTED and name not in kind.model_fields and value and value != NEUTRAL_VALUES.get(name):
             hint = f"; use {UNSUPPORTED[name]}" if UNSUPPORTED[name] in kind.model_fields else ""
             message = f"{name} is {reprlib.repr(value)}, but this API does not support it{hint}"
             raise ApiError(400, message, param=name, code="unsupported_field")
@@ -260,10 +265,13 @@ def _without_unknown_tools(
 
 
 def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield the unknown fields of a body and its nested objects, each with the known names of its object."""
+    """Yield the unknown fields and types in a body, each with the known names of its object, or none if it is kept."""
+    if body.unknown_type is not None:
+        yield f"{path[:-1]}={body.unknown_type}", []
+        return
     for name, value in (body.model_extra or {}).items():
         if value is not None and name not in NO_EFFECT:
-            yield path + name, list(type(body).model_fields)
+            yield path + name, [] if body.is_kept else list(type(body).model_fields)
     for name in type(body).model_fields:
         value = getattr(body, name)
         for number, item in enumerate(value if isinstance(value, list) else [value]):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
+from outpace.server.content import Part, TypedTurn, merged, refuse_media, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions, joined_text
+from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
+from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import parse_arguments, template_call, tool_options
@@ -20,25 +22,37 @@ ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-class ContentPart(Body):
-    """A text part of an item."""
+class InputItem(TypedTurn):
+    """A message, a function call, its output, or reasoning.
 
-    type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
-    text: str | None = Field(default=None, validation_alias=AliasChoices("text", "refusal"))
-    logprobs: list[Any] | None = None
+    An item of another type is a call if it has a name and an input, as those of custom tools have.
+    """
 
-
-class InputItem(Body):
-    """A message, a function call, its output, or reasoning."""
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    known = ("message", "function_call", "function_call_output")
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | list[Part] | None = None
+
+    @classmethod
+    def _kind(cls, given: Mapping[str, Any]) -> Any:
+        is_reference = given.get("type") is None and given.keys() - {"type"} == {"id"}
+        return "item_reference" if is_reference else given.get("type")
+
+    @classmethod
+    def _reduced(cls, given: Mapping[str, Any], kind: str, text: str) -> dict[str, Any]:
+        item = {name: value for name in ("call_id", "name") if isinstance(value := given.get(name), str)}
+        asked = given.get("arguments", given.get("input"))
+        if len(item) == 2 and asked is not None:
+            is_json = "arguments" in given and isinstance(asked, str)
+            arguments = asked if is_json else json.dumps(asked if isinstance(asked, dict) else {"input": asked})
+            return {**item, "type": "function_call", "arguments": arguments}
+        role = "user" if kind.startswith("input_") else given.get("role")
+        known = role in ("system", "developer", "user")
+        return {**item, "type": kind, "role": role if known else "assistant", "content": text, "output": text}
 
 
 class TextOptions(Body):
@@ -79,33 +93,25 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*first, {"role": "user", "content": body.input}]
-    messages = [_template_message(item, number) for number, item in enumerate(body.input) if item.type != "reasoning"]
-    return first + _merged(messages)
-
-
-def _merged(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of the assistant: this API has the texts and calls of one answer as separate items."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if not found or not found[-1]["role"] == message["role"] == "assistant":
-            found.append({**message})
-            continue
-        texts = (found[-1]["content"], message["content"])
-        found[-1]["content"] = "\n".join(text for text in texts if text)
-        if calls := [*found[-1].get("tool_calls", ()), *message.get("tool_calls", ())]:
-            found[-1]["tool_calls"] = calls
-    return found
-
-
-def _template_message(item: InputItem, number: int) -> dict[str, Any]:
-    if item.type == "function_call":
-        call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
-    if item.type == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.call_id or "", "content": joined_text(item.output)}
-    if item.role is None:
-        raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
-    return {"role": "system" if item.role == "developer" else item.role, "content": joined_text(item.content)}
+    found, called = first, set[str | None]()
+    for number, item in enumerate(body.input):
+        if item.type == "function_call":
+            called.add(item.call_id)
+            call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
+            found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif item.type == "function_call_output" or (item.unknown_type and item.call_id in called):
+            result = template_message("tool", item.output, f"input.{number}.output")
+            found.append({**result, "tool_call_id": item.call_id or ""})
+        elif item.is_thought:
+            found += [{"role": "assistant", "content": "", "reasoning_content": item.content}] if item.content else []
+        elif item.role is None:
+            raise ApiError(400, f"input.{number}.role is missing", param="input", code="missing_field")
+        else:
+            refuse_media(item.role, item, f"input.{number}")
+            role = "system" if item.role == "developer" else item.role
+            message = template_message(role, item.content, f"input.{number}.content")
+            found += [message] if message["content"] or not item.unknown_type else []
+    return merged(found, ["assistant"])  # in this API, the thoughts, texts and calls of one answer are separate items
 
 
 def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
@@ -116,13 +122,13 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
             raise ApiError(400, message, param=name)
     messages = template_messages(body)
     if not messages:
-        raise ApiError(400, "input is an empty list, it must be a string or a list of items", param="input")
+        what = "has no item that this server can show the model" if body.input else "is an empty list"
+        raise ApiError(400, f"input {what}, it must be a string or a list of items", param="input")
+    tools = tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     return chat_request(
         body,
-        tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls),
-        messages,
+        Conversation(tools, messages, reasoning_values(body.reasoning.effort if body.reasoning else None)),
         body.max_output_tokens,
-        template_values=reasoning_values(body.reasoning.effort if body.reasoning else None),
         response_format=body.text.format if body.text else None,
         logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
     )
