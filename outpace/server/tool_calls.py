@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure
+from outpace.server.content import merged
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json
@@ -21,6 +23,7 @@ from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import Tool, ToolChoice
 from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_tokens
 
+BILLING = re.compile(r"\s*x-anthropic-billing-header:([ \t]*([^;\s]+;|[\w.-]+=\S*))*[ \t]*[\r\n]*")
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
 
@@ -84,7 +87,7 @@ class ToolOptions:
 
     def render(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the tokens of a conversation with its tools; raise ApiError if the template ignores them."""
-        model = self.model
+        model, messages = self.model, _without_billing(messages)
         if self.choice.kind != "none":
             if model.takes_tools:
                 values = {**values, "tools": [dict(tool.raw) for tool in self.tools]}
@@ -96,10 +99,10 @@ class ToolOptions:
         try:
             return tuple(model.tokenizer.chat(messages, **values))
         except UserError as error:
-            try:
-                return tuple(model.tokenizer.chat(_for_strict_template(messages), **values))
-            except UserError:
-                raise error from None
+            for adapted in (strict := _for_strict_template(messages), merged(strict, ["user", "assistant"])):
+                with suppress(UserError):
+                    return tuple(model.tokenizer.chat(adapted, **values))
+            raise error
 
     def within_text(self, is_structured: bool) -> ToolOptions:
         """Return the options for an answer that continues a text; raise ApiError if it must be a whole answer."""
@@ -148,6 +151,17 @@ class ToolOptions:
         """Return a function that counts the reasoning tokens of an answer; None if it does not reason."""
         spelled = self.model.tokenizer.spelled
         return None if begin is Thought.NONE else lambda tokens: thought_tokens(map(spelled, tokens), begin.is_open)
+
+
+def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out a line of Claude Code that differs in each request, since all tokens after it would be read again."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "system" and isinstance(content, str) and (line := BILLING.match(content)):
+            message = {**message, "content": content[line.end() :]}
+        found += [message] if message["content"] or not content else []
+    return found
 
 
 def _for_strict_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
