@@ -34,6 +34,12 @@ from outpace.server.options import ServerLimits
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "object", "maxProperties": 1}}}
+THOUGHT, UNKNOWN = {"type": "thinking", "thinking": "a"}, {"type": "x", "content": [{"type": "text", "text": "a"}]}
+TURN = {"role": "assistant", "content": [THOUGHT, UNKNOWN, {"type": "text", "text": "b"}]}
+CALLS = [
+    {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "a"},
+    {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}]},
+]
 COMMON = {
     **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3},
     **{"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [20, 21], "bad_words": ["x"]},
@@ -58,6 +64,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fi
             "structured_outputs": {"regex": "[ab]+"},
             "prediction": {"type": "content", "content": "hello"},
             "chat_template_kwargs": {},
+            "messages": [*HELLO, TURN, {"role": "assistant", "function_call": {"name": "f"}}, *HELLO],
         },
     ),
     (
@@ -68,15 +75,20 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fi
     (
         "/v1/responses",
         {"input": "hello", "max_output_tokens": 3},
-        {**COMMON, "instructions": "be", "text": {"format": {"type": "text"}}, "top_logprobs": 1, "tools": []},
+        {
+            **{**COMMON, "instructions": "be", "text": {"format": {"type": "text"}}, "top_logprobs": 1, "tools": []},
+            "input": [*HELLO, {"type": "reasoning", "summary": []}, UNKNOWN, *CALLS, TURN],
+        },
     ),
     (
         "/v1/messages",
         {"messages": HELLO, "max_tokens": 3},
-        {**COMMON, "system": "be", "stop_sequences": ["a"], "tools": [], "tool_choice": {"type": "auto"}},
+        {**COMMON, "system": "be", "stop_sequences": ["a"], "tools": [], "tool_choice": {"type": "auto"}}
+        | {"messages": [*HELLO, TURN, *HELLO]},
     ),
     ("/v1/messages/count_tokens", {"messages": HELLO}, {"system": [{"type": "text", "text": "be"}]}),
     ("/tokenize", {"prompt": "hello"}, {"messages": HELLO, "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize", {"messages": [*HELLO, TURN]}, {"tools": [TOOL], "chat_template_kwargs": {"a": 1}}),
     ("/detokenize", {"tokens": [5, 6]}, {"model": "tiny"}),
 ]
 VALUES: list[Any] = [

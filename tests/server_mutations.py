@@ -13,7 +13,7 @@ from outpace.card.wire import LayerLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, schema
-from outpace.server import request_body
+from outpace.server import chat_completions, content, request_body, responses, tool_calls
 from outpace.server.admission import Admission, Reservation
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
@@ -61,7 +61,31 @@ def of_any_length(read: Original) -> Original:
     return mutated
 
 
-REMOTE = "test_remote.py::test_"
+def no_text(texts_in: Original) -> Original:
+    return lambda *given: ""
+
+
+def unchanged(change: Original) -> Original:
+    return lambda messages, *more: messages
+
+
+def of_the_answer(merge: Original) -> Original:
+    """Merge texts and calls only."""
+
+    def mutated(messages: Any, roles: Any) -> list[dict[str, Any]]:
+        return [{name: one[name] for name in one if name != "reasoning_content"} for one in merge(messages, roles)]
+
+    return mutated
+
+
+def of_chats_only(convert: Original) -> Original:
+    """Convert tools for answers, and not for /tokenize."""
+    return lambda body, service: convert(
+        body if isinstance(body, chat_completions.ChatBody) else body.model_copy(update={"tools": None}), service
+    )
+
+
+REMOTE, HISTORIES = "test_remote.py::test_", "test_histories.py::test_"
 LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
@@ -72,6 +96,13 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
     ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
     (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_redundant", limits_nothing),
+    (HISTORIES, "the_text_of_unknown_types_is_kept_and_the_rest_named", content, "_texts_in", no_text),
+    (HISTORIES, "what_the_user_shows_the_model_is_refused", content, "refuse_media", nothing),
+    (HISTORIES, "thoughts_reach_the_template_in_one_form", content, "_thought_in", no_text),
+    (HISTORIES, "merged_items_keep_their_thoughts", responses, "merged", of_the_answer),
+    (HISTORIES, "the_prefix_cache_survives_the_changing_line", tool_calls, "_without_billing", unchanged),
+    (HISTORIES, "nothing_that_is_kept_locks_a_conversation", tool_calls, "merged", unchanged),
+    (HISTORIES, "tokenize_has_the_prompt_of_a_chat", chat_completions, "conversation", of_chats_only),
     (REMOTE, "an_invalid_layer_is_refused", wire, "check", nothing),
     (REMOTE, "a_million_nodes_are_refused", LayerLimit, "count", nothing),
     (REMOTE, "an_invalid_correction_is_refused", SentRequest, "_read_correction", of_any_length),

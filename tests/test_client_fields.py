@@ -132,14 +132,7 @@ def test_histories_as_clients_keep_them() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            {"messages": [USER, {**DUMPED, "audio": {"id": "audio_1"}}]},
-            "messages.1.audio is {'id': 'audio_1'}: it must be null",
-        ),
-        (
-            {"messages": [USER, {**DUMPED, "function_call": {"name": "f", "arguments": "{}"}}]},
-            "messages.1.function_call",
-        ),
+        ({"messages": [USER, {**DUMPED, "function_call": "f"}]}, "messages.1.function_call is 'f'"),
         ({"audio": {"voice": "alloy"}}, "audio is"),
         ({"web_search_options": {"search_context_size": "low"}}, "web_search_options is"),
         ({"functions": [{"name": "f"}]}, "use tools"),
