@@ -215,6 +215,8 @@ def test_calls_of_custom_tools_are_calls() -> None:
     ]
     found, names = converted(RESPONSES, [USER, *items])
     assert (found[1:], names) == (expected, ["input.1=custom_tool_call", "input.2=custom_tool_call_output"])
+    item = {"type": "call_of_next_year", "call_id": "c", "name": "patch", "arguments": {"input": "*** Begin"}}
+    assert converted(RESPONSES, [USER, {**item, "output": "done"}])[0][1:] == expected
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_what_the_user_shows_the_model_is_refused(path: str, turn: dict[str, Any
 
 
 def test_nothing_that_is_kept_locks_a_conversation(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Neither with --strict, nor with a template that wants user and assistant in turn."""
+    """Neither with --strict, nor with a template in which roles must alternate."""
     turns = {
         RESPONSES: [USER, {"type": "compaction", "encrypted_content": "x"}, USER],
         MESSAGES: [USER, {"role": "assistant", "content": [{"type": "server_tool_use", "new": 1}]}, USER, USER],

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outpace import __version__
 from outpace.server import chat_completions, completions, logs, messages, responses
-from outpace.server.chat_completions import ChatBody, ChatFormat, ConversationBody
+from outpace.server.chat_completions import ChatBody, ChatFormat, PromptBody
 from outpace.server.completions import CompletionBody, CompletionFormat, InfillBody, InfillFormat, TokenIds
 from outpace.server.errors import ApiError
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
@@ -133,7 +133,7 @@ async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, M
     return body, headers
 
 
-class TokenizeBody(ConversationBody):
+class TokenizeBody(PromptBody):
     """A text, or a conversation that is rendered by the chat template."""
 
     model: str | None = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
-from outpace.server.content import Part, Turn, template_message
+from outpace.server.content import ContentPart, Turn, template_message
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions
@@ -26,13 +26,13 @@ class ChatMessage(Turn):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    thinking_blocks: list[Part] | None = None  # LiteLLM's form of reasoning
-    reasoning_details: list[Part] | None = None  # OpenRouter's
+    thinking_blocks: list[ContentPart] | None = None  # LiteLLM's form of reasoning
+    reasoning_details: list[ContentPart] | None = None  # OpenRouter's
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None  # the earlier form of tool_calls
@@ -43,11 +43,11 @@ class PredictedOutput(Body):
     """The answer that the client expects."""
 
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
 
 
-class ConversationBody(Body):
-    """A conversation with its tools, and how the chat template renders it."""
+class PromptBody(Body):
+    """The messages of a chat, and what else changes its prompt."""
 
     tool_type = "function"
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
@@ -60,7 +60,7 @@ class ConversationBody(Body):
     continue_final_message: bool | None = None
 
 
-class ChatBody(ConversationBody, DetailsBody):
+class ChatBody(PromptBody, DetailsBody):
     """The request body of a chat completion."""
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -97,7 +97,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
     )
 
 
-def conversation(body: ConversationBody, service: Service) -> Conversation:
+def conversation(body: PromptBody, service: Service) -> Conversation:
     """Convert a body's messages, tools and template arguments; raise ApiError for contradictions."""
     messages, values = body.messages or [], body.chat_template_kwargs or {}
     reserved = values.keys() & RESERVED_VALUES

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
-from typing_extensions import Self
 
 from outpace.server.errors import ApiError
 from outpace.server.request_body import Body
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning", "summary_text")  # how their types begin
@@ -73,7 +75,7 @@ class TypedTurn(Turn):
         return self._has_media
 
 
-class Part(TypedTurn):
+class ContentPart(TypedTurn):
     """A part of a message, of a tool's result, or of a system prompt."""
 
     known = TEXTS

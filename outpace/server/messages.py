@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceEnd
-from outpace.server.content import TEXTS, Part, Turn, TypedTurn, template_message
+from outpace.server.content import TEXTS, ContentPart, Turn, TypedTurn, template_message
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import Body, SamplingBody
@@ -28,7 +28,7 @@ class ContentBlock(TypedTurn):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
 
 
 class InputMessage(Turn):
@@ -68,7 +68,7 @@ class ConversationBody(Body):
 
     tool_type = "custom"
     messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[Part] | None = None
+    system: str | list[ContentPart] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: dict[str, Any] | None = None

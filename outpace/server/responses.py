@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
-from outpace.server.content import Part, TypedTurn, merged, refuse_media, template_message
+from outpace.server.content import ContentPart, TypedTurn, merged, refuse_media, template_message
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
 from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions
@@ -31,11 +31,11 @@ class InputItem(TypedTurn):
     known = ("message", "function_call", "function_call_output")
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
 
     @classmethod
     def _kind(cls, given: Mapping[str, Any]) -> Any:
@@ -49,7 +49,7 @@ class InputItem(TypedTurn):
         if len(item) == 2 and asked is not None:
             is_json = "arguments" in given and isinstance(asked, str)
             arguments = asked if is_json else json.dumps(asked if isinstance(asked, dict) else {"input": asked})
-            return {**item, "type": "function_call", "arguments": arguments}
+            return {**item, "type": "function_call", "arguments": arguments, "output": text}
         role = "user" if kind.startswith("input_") else given.get("role")
         known = role in ("system", "developer", "user")
         return {**item, "type": kind, "role": role if known else "assistant", "content": text, "output": text}
@@ -99,6 +99,8 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
             called.add(item.call_id)
             call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
             found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            if item.output:  # of a call that another server has run
+                found.append({**template_message("tool", item.output, ""), "tool_call_id": item.call_id or ""})
         elif item.type == "function_call_output" or (item.unknown_type and item.call_id in called):
             result = template_message("tool", item.output, f"input.{number}.output")
             found.append({**result, "tool_call_id": item.call_id or ""})

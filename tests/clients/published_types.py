@@ -65,7 +65,7 @@ def examples(kind: Any, name: str = "") -> Iterator[Any]:
 
 
 def objects(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield objects with all fields, in each of which at most one field differs from the first object."""
+    """Yield objects with all fields. All but the first differ from it in one field."""
     first = {name: next(examples(kind, name)) for name, kind in fields.items()}
     yield first
     for name in fields.keys() & set(VARIED):
