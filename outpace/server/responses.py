@@ -99,7 +99,7 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
             called.add(item.call_id)
             call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
             found.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            if item.output:  # of a call that another server has run
+            if item.unknown_type and item.output:  # another server has run it
                 found.append({**template_message("tool", item.output, ""), "tool_call_id": item.call_id or ""})
         elif item.type == "function_call_output" or (item.unknown_type and item.call_id in called):
             result = template_message("tool", item.output, f"input.{number}.output")
