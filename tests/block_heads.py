@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 from heads import (
+    CONSTANT,
     DEPTH,
+    FILLER,
     GGUF_FIELDS,
     GGUF_PARTS,
     VOCAB,
     WIDTH,
     RandomWeights,
+    attend_at,
     finish_gguf,
     silent_target,
     write_folder,
@@ -281,6 +284,43 @@ MISTAKES = (
     "positions shifted in the block",
     "the block is causal",
 )
+
+
+def exact_block(folder: Path, from_anchor: bool, **changes: Any) -> tuple[Path, Path]:
+    """Write a target whose next token follows from the last one, to `folder`/ring, and a DFlash head without a Markov
+    bias whose slots draft what it writes, to `folder`/block; return both. `from_anchor`: whether a slot drafts the
+    token after it; only `changes` of the config say so.
+
+    The target writes the tokens of a cycle, whose codes are the corners of a circle in the dimensions 0 and 1. In each
+    layer a slot attends to the slot before it and adds that one's code, turned by one step: slot i gets the code that
+    is i steps after the anchor's. The head's own output layer is that of the target, or names the code's own token.
+    """
+    target, weights = silent_target(folder, "ring")
+    angles = 2 * np.pi * np.arange(VOCAB) / CYCLE
+    codes, output = np.zeros((VOCAB, WIDTH), np.float32), np.zeros((VOCAB, WIDTH), np.float32)
+    codes[:, 0], codes[:, 1] = np.cos(angles), np.sin(angles)
+    codes[MASK, :2], codes[:, [CONSTANT, FILLER]] = 0.0, LARGE  # so that all slots have nearly the same length
+    following = np.roll(codes[:CYCLE, :2], 1, 0)  # the row of the token that follows another has its code
+    output[:CYCLE, :2] = following * 400
+    save_file(weights | {"model.embed_tokens.weight": codes, "lm_head.weight": output}, target / "model.safetensors")
+    config = block_config(**{"model_type": "llama", "block_size": 4, "num_hidden_layers": 3} | changes)
+    head = {name: np.zeros_like(value) for name, value in block_tensors(config).items() if "embed" not in name}
+    head = {name: np.ones_like(value) if "norm" in name else value for name, value in head.items()}
+    head["fc.weight"][[CONSTANT, FILLER], CONSTANT] = 1.0  # of the first hidden state
+    turn, gain = 2 * np.pi / CYCLE, np.sqrt(WIDTH / 2) / LARGE
+    for layer in range(3):
+        name = f"layers.{layer}.self_attn."
+        queries, keys = head[f"{name}q_proj.weight"], head[f"{name}k_proj.weight"]
+        attend_at(1, queries, keys, DEPTH, config["rope_theta"], 2, gain * LARGE)
+        head[f"{name}v_proj.weight"][:2, :2] = np.eye(2) / gain
+        turned = [[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]
+        head[f"{name}o_proj.weight"][:2, :2] = np.array(turned)
+    head["lm_head.weight"][:CYCLE, :2] = (following if from_anchor else codes[:CYCLE, :2]) * 400
+    return target, write_folder(folder / "block", config, head)
+
+
+LARGE = 8.0
+CYCLE = 16
 
 
 def bigram_pair(folder: Path) -> tuple[Path, Path]:

@@ -405,7 +405,7 @@ def exact_pair(folder: Path) -> tuple[Path, Path]:
     output = np.zeros((VOCAB, WIDTH), np.float32)
     output[:, WORD], output[:, BEFORE] = (random.standard_normal((VOCAB, 16)) * 4 for _ in range(2))
     attention = "model.layers.0.self_attn."
-    _attend_at(1, weights[attention + "q_proj.weight"], weights[attention + "k_proj.weight"], DEPTH, 50000.0, 3, gain)
+    attend_at(1, weights[attention + "q_proj.weight"], weights[attention + "k_proj.weight"], DEPTH, 50000.0, 3, gain)
     weights[attention + "v_proj.weight"][:16, WORD] = np.eye(16) / gain
     weights[attention + "o_proj.weight"][BEFORE, :16] = np.eye(16) * SHARE
     weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": output}
@@ -417,7 +417,7 @@ def exact_pair(folder: Path) -> tuple[Path, Path]:
     fc = head["fc.weight"][:, tap]
     fc[WORD, WORD], fc[FILLER, CONSTANT] = np.eye(16), SHARE
     name = "midlayer.self_attn."
-    _attend_at(0, head[name + "q_proj.weight"], head[name + "k_proj.weight"], 64, config["rope_theta"], 16, gain)
+    attend_at(0, head[name + "q_proj.weight"], head[name + "k_proj.weight"], 64, config["rope_theta"], 16, gain)
     values = head[name + "v_proj.weight"]
     read = values[:, feature]
     values[WORD, WORD] = np.eye(16) / gain
@@ -427,7 +427,7 @@ def exact_pair(folder: Path) -> tuple[Path, Path]:
     return target, write_folder(folder / "good", config, head)
 
 
-def _attend_at(
+def attend_at(
     distance: int, queries: np.ndarray, keys: np.ndarray, depth: int, theta: float, pairs: int, gain: float
 ) -> None:
     """Make the first head attend to the token at this distance: there the product of its constant queries and keys is

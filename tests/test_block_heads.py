@@ -17,6 +17,7 @@ from heads import LAYERS, VOCAB, WIDTH
 from safetensors.torch import load_file
 from transformers.models.qwen3 import modeling_qwen3
 
+from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.heads import native as native_heads
 from outpace.models.heads.dflash import BlockDraft
@@ -27,6 +28,7 @@ from outpace.models.runtimes import Loaded
 RUNTIMES = ("llama", "native")
 LENGTHS = (13, 6, 1)  # of the texts of a batch
 ANCHOR = 17
+OF_DFLASH = block_heads.CONFIG["dflash_config"]
 PATHS = ([ANCHOR], [ANCHOR, 200], [ANCHOR, 200, 31])
 
 
@@ -163,6 +165,34 @@ def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
     assert np.array_equal(found, rows_of(draft(load(targets, path, "native"))))
 
 
+@pytest.mark.parametrize(
+    ("from_anchor", "changes", "options"),
+    [
+        (False, {}, {"dtype": "float32"}),
+        (False, {"dspark_bonus_anchor": True}, {"dtype": "int8"}),
+        (True, {"sample_from_anchor": True}, {"dtype": "int8"}),
+        (True, {"query_zero_predicts_next": True}, {"dtype": "float32", "graphs": "eager"}),
+        (True, {"dflash_config": OF_DFLASH | {"query_zero_predicts_next": True}}, {"dtype": "int8"}),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_right_by_construction_is_accepted(
+    from_anchor: bool, changes: dict[str, Any], options: dict[str, str], tmp_path: Path
+) -> None:
+    """In either layout; of a head that is read one position off, nothing is."""
+    path, head = block_heads.exact_block(tmp_path / "right", from_anchor, **changes)
+    _, shifted = block_heads.exact_block(tmp_path / "shifted", not from_anchor, **changes)
+    target = load_model(path, **options)
+    for draft, is_right in ((head, True), (shifted, False)):
+        loaded = load_draft(draft, target)
+        with LLM(target, loaded, method="speculative", profile=False, draft_length=3, width=1) as llm:
+            asked = {"max_tokens": 20, "ignore_eos": True}
+            [plain], [drafted] = (llm.generate([[*range(9)]], plain=plain, **asked) for plain in (True, False))
+        assert drafted.tokens == plain.tokens
+        assert drafted.figures.drafted > 0
+        assert drafted.figures.accepted == (drafted.figures.drafted if is_right else 0)
+
+
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_batch_and_a_copied_prefix_give_the_same_blocks(
     runtime: str, targets: dict[str, Loaded], tmp_path: Path
@@ -184,14 +214,13 @@ def test_a_batch_and_a_copied_prefix_give_the_same_blocks(
 
 OF_MUSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 OF_MUSE += ("head_dim", "rms_norm_eps", "max_position_embeddings", "block_size")
-OF_DFLASH = block_heads.CONFIG["dflash_config"]
 CASES = [
     ({"dflash_config": OF_DFLASH | {"mask_token_id": 300}}, "mask_token_id is 300, it must be a token below 272"),
     ({"dflash_config": OF_DFLASH | {"mask_token_id": None}}, "mask_token_id is missing"),
     ({"block_size": None}, "block_size is missing"),
     ({"block_size": 1}, "block_size is 1, it must be between 2 and 65"),
     ({"block_size": 90}, "block_size is 90, it must be between 2 and 65"),
-    ({"dflash_config": OF_DFLASH | {"use_swa": True}}, "dflash_config.use_swa is True"),
+    ({"dflash_config": OF_DFLASH | {"use_swa": True}}, "dflash_config.use_swa True is not supported, only False"),
     (
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 4]}},
         r"fc.weight has 192 inputs, which are not 2 hidden states of width 64 \(layers \[1, 4\]\)",

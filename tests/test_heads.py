@@ -204,7 +204,11 @@ CASES = [  # changes of the config, tensors to change, and what the sentence say
     ),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, r"\[2, 4, 9\], it must be a list of layers from 0 to 8"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}}, {}, r"\[1, 3, 8\], .* layers from -1 to 7"),
-    ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
+    (
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {},
+        "eagle_config.use_aux_hidden_state False is not supported, only True",
+    ),
     ({"target_hidden_size": 128}, {}, "fc.weight has 192 inputs"),
     (
         {"vocab_size": 4096},

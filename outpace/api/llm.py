@@ -166,6 +166,12 @@ class LLM(AbstractContextManager["LLM"]):
     def __repr__(self) -> str:
         return "<closed LLM>" if self._is_closed else f"<LLM of {self.target.name} by {self.method}>"
 
+    @property
+    def notices(self) -> list[str]:
+        """Sentences about the target and the draft for their users, such as which fields of a file were ignored."""
+        loaded = [one for one in (self.target, self.draft) if one is not None]
+        return [f"{one.name}: {one.notice}" for one in loaded if one.notice]
+
     def compile(self, params: SamplingParams) -> None:
         """Compile the grammar of these parameters in advance; UserError if it cannot be enforced."""
         if params.structure:

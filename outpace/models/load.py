@@ -116,11 +116,11 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
         raise UserError(f"the head {spec} was trained for a target with another tokenizer than {target.name}")
     model = load_head(path, target.model, target.config, target.tokenizer.size, target.files, options)
     model.vocab_size = min(model.vocab_size, target.model.vocab_size)
-    drafter, notice = DRAFTERS[model.head.kind], model.notice
+    drafter, notices = DRAFTERS[model.head.kind], [*filter(None, [model.notice]), *model.head.notices]
     if "weights" in trained_on and target.files and weights_digest(target.files()) != trained_on["weights"]:
-        other = "the head was trained on hidden states of other weights, so fewer drafts may be accepted"
-        notice = f"{notice}; {other}" if notice else other
+        notices.append("the head was trained on hidden states of other weights, so fewer drafts may be accepted")
     files = partial(Path, path)
+    notice = "; ".join(notices) or None
     return Loaded(model, target.tokenizer, str(spec), notice=notice, files=files, drafter=drafter, is_head=True)
 
 

@@ -84,6 +84,7 @@ class HeadConfig:
             otherwise each mask slot predicts the token at its own position, and the first slot nothing.
         causal: for each layer, whether a slot of a block does not attend to later ones.
         markov: how a block's logits depend on the preceding token: one of `MARKOV_KINDS`; None if they do not.
+        notices: sentences for users: what the files leave out and was assumed, and fields that were ignored.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class HeadConfig:
     from_anchor: bool = False
     causal: tuple[bool, ...] = ()
     markov: str | None = None
+    notices: tuple[str, ...] = ()
 
     @property
     def num_drafted(self) -> int:

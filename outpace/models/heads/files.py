@@ -17,12 +17,13 @@ import numpy as np
 
 from outpace.core.errors import UserError, require
 from outpace.models.files.checkpoint import INDEX, MEDUSA, SINGLE, Checkpoint
-from outpace.models.files.gguf.config import read_scaling, shortest_decimal
+from outpace.models.files.gguf.config import HARMLESS, NEUTRAL, read_scaling, shortest_decimal, unknown_metadata
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
 from outpace.models.files.gguf.source import can_read, deinterleave_rope, dequantise
 from outpace.models.files.reading import DTYPES, check_file, read_json
 from outpace.models.heads.config import MTP, holds_mtp
-from outpace.models.llama.config.fields import size
+from outpace.models.heads.fields import agreed
+from outpace.models.llama.config.fields import FULL, SLIDING, ReadFields, size
 from outpace.models.llama.weight_sources import StoredMatrix
 
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
@@ -85,12 +86,18 @@ class HeadTensor(NamedTuple):
 
 
 class HeadFiles:
-    """A head's config.json fields and tensors. `has_absolute_ids`: `d2t` holds token ids instead of offsets."""
+    """A head's config.json fields and tensors. `is_gguf`: they are those of a .gguf file, whose `d2t` holds token ids
+    instead of offsets. `notices`: sentences for users about how the file was read."""
 
     def __init__(
-        self, path: Path, config: dict[str, Any], tensors: Mapping[str, HeadTensor], has_absolute_ids: bool = False
+        self,
+        path: Path,
+        config: dict[str, Any],
+        tensors: Mapping[str, HeadTensor],
+        is_gguf: bool = False,
+        notices: tuple[str, ...] = (),
     ) -> None:
-        self.path, self.config, self.has_absolute_ids = path, config, has_absolute_ids
+        self.path, self.config, self.is_gguf, self.notices = path, config, is_gguf, notices
         self.tensors: dict[str, HeadTensor] = {}
         names: dict[str, str] = {}
         for name, tensor in tensors.items():
@@ -204,17 +211,25 @@ def _read_pickle(file: Path) -> dict[str, HeadTensor]:
 def _open_gguf(header: GgufHeader) -> HeadFiles:
     """Open a .gguf file as llama.cpp's converter writes it: d2t holds token ids, and rotary pairs are interleaved."""
     kind = str(header.metadata.get("general.architecture"))
-    own = {key.removeprefix(f"{kind}."): value for key, value in header.metadata.items() if key.startswith(f"{kind}.")}
+    own = ReadFields(
+        {key.removeprefix(f"{kind}."): value for key, value in header.metadata.items() if key.startswith(f"{kind}.")}
+    )
     try:
         width, heads, _ = [
             size(own, name) for name in ("embedding_length", "attention.head_count", "feed_forward_length")
         ]
         head_dim = size(own, "attention.key_length", max(width // heads, 1))
+        for name in ("attention.value_length", "rope.dimension_count"):
+            if size(own, name, head_dim) != head_dim:
+                raise UserError(f"{name} is {own[name]}, it must be attention.key_length, {head_dim}")
+        taps = agreed(own, ("target_layers", "extract_layers"), lambda fields, name: fields[name])
     except UserError as error:
         raise UserError(f"{header.path}: {kind}.{error}") from error
     vocabulary = header.metadata.get("tokenizer.ggml.tokens")
+    notices: tuple[str, ...] = ()
     names = {name: _canonical_gguf_name(name, kind) for name in header.tensors}
-    scaling = read_scaling(header, {"attention.key_length": head_dim, "context_length": 2048, **own})
+    metadata = {"attention.key_length": head_dim, "context_length": 2048, **own}
+    scaling = read_scaling(header, ReadFields(metadata, own.asked))
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if "layers.0.self_attn.q_norm.weight" in names.values() else "llama",
@@ -231,23 +246,37 @@ def _open_gguf(header: GgufHeader) -> HeadFiles:
         "target_hidden_size": own.get("target_hidden_size"),
         "norm_before_residual": own.get("norm_before_residual"),
         "norm_before_fc": own.get("norm_before_fc"),
-        "eagle_aux_hidden_state_layer_ids": own.get("target_layers", own.get("extract_layers")),
+        "eagle_aux_hidden_state_layer_ids": taps and taps[1],
     }
+    if (window := own.get("attention.sliding_window")) and isinstance(
+        pattern := own.get("attention.sliding_window_pattern"), list
+    ):
+        config |= {"sliding_window": window, "layer_types": [SLIDING if slides else FULL for slides in pattern]}
+    elif window:
+        raise UserError(f"{header.path}: {kind}.attention.sliding_window {window!r:.50} needs a pattern of its layers")
     if kind == "dflash":
-        mask = header.metadata.get("tokenizer.ggml.mask_token_id")
-        taps = "aux_hidden_state_layer_ids" if mask is not None else "target_layer_ids"  # older files count from 0
+        place, older = "tokenizer.ggml.mask_token_id", own.get("mask_token_id")
+        mask = header.metadata.get(place, older)
+        if older not in (None, mask):
+            raise UserError(f"{header.path}: {place} is {mask!r:.50}, but {kind}.mask_token_id is {older!r:.50}")
+        if taps and place not in header.metadata:  # files of the first converter count layers from 0
+            config["target_layer_ids"] = config.pop("eagle_aux_hidden_state_layer_ids")
+            notices = (f"without {place}, {kind}.{taps[0]} was read as outputs of layers that are counted from 0",)
         config |= {
             "architectures": ["DSparkDraftModel" if "markov_w1.weight" in header.tensors else "DFlashDraftModel"],
-            "block_size": own.get("block_size"),
-            "mask_token_id": own.get("mask_token_id") if mask is None else mask,
-            taps: own.get("target_layers"),
+            "mask_token_id": mask,
+            "is_causal": own.get("attention.causal"),
+            **{name: own.get(name) for name in ("block_size", "sample_from_anchor", "markov_rank")},
         }
+    neutral = {name: values for name, values in NEUTRAL.items() if name not in own.asked}
+    ignored = unknown_metadata(header, kind, own, own.asked | {*HARMLESS, "context_length"}, neutral)
+    config |= {name: header.metadata[name] for name in ignored}  # for the reader's notice
     if "d2t" in header.tensors:
         config["draft_vocab_size"] = header.tensors["d2t"].shape[0]
     rotated = INTERLEAVED if kind == "eagle3" else ()
     tensors = {names[name]: _gguf_tensor(name, entry, head_dim, rotated) for name, entry in header.tensors.items()}
     tensors.pop("rope_freqs.weight", None)  # in `scaling`
-    return HeadFiles(header.path, config, tensors, has_absolute_ids=True)
+    return HeadFiles(header.path, config, tensors, True, notices)
 
 
 def _canonical_gguf_name(name: str, architecture: str) -> str:

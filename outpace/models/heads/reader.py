@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from outpace.core.errors import UserError
 from outpace.models.heads.config import (
     BLOCKS,
     DSPARK,
+    EAGLE3,
     JOINED,
     MEDUSA,
     MTP,
@@ -29,36 +31,33 @@ from outpace.models.heads.config import (
     verifier_fields,
     verifier_of,
 )
+from outpace.models.heads.fields import agreed, check_unread, within
 from outpace.models.heads.files import HeadFiles
-from outpace.models.llama.config.fields import SLIDING, flag, number, size
+from outpace.models.llama.config.fields import OTHER_RUNTIME, SLIDING, ReadFields, flag, number, size
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 IGNORED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings", "is_causal")
-UNSUPPORTED = (  # of dflash_config
-    "use_swa",
-    "attention_sink_bias",
-    "attention_value_scale",
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-)
 OF_MLP = ("mlp.", "post_attention_layernorm.")  # prefixes of a layer's tensors
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
+PROJECTORS = ("dflash", "dspark")  # the output layers of blocks
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # prefixes of tensors
 MOST_DRAFTED = 64  # tokens of a block
 JOINED_NORMS = ("norm", "hidden_norm", "embed_norm")  # an MTP layer has all of them
 MEDUSA_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
-TAPS = "eagle_aux_hidden_state_layer_ids"
-LAYER_IDS = "aux_hidden_state_layer_ids"
-# An object in config.json ("": the config itself), its field, and what is added to get the number of layers completed:
-# 1 where layers are counted from 0 and their output is read.
-EAGLE_TAPS = (("", TAPS, 0), ("eagle_config", TAPS, 1), ("eagle_config", "layer_ids", 0))
-BLOCK_TAPS = (
-    ("", LAYER_IDS, 0),
-    ("dflash_config", "target_layer_ids", 1),
-    ("", "target_layer_ids", 1),
-    ("", "dspark_target_layer_ids", 1),
-)
+TAPS, LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+# Fields of the formats that name layers, and what is added to get the number of layers completed: 1 where layers are
+# counted from 0 and their output is read.
+EAGLE_TAPS = {TAPS: 0, f"eagle_config.{TAPS}": 1, "eagle_config.layer_ids": 0, "target_layer_ids": 1}
+BLOCK_TAPS = {
+    **{LAYER_IDS: 0, "dflash_config.target_layer_ids": 1, "target_layer_ids": 1, "dspark_target_layer_ids": 1},
+    TAPS: 0,
+}
+ANY_TAPS = {TAPS: 0, LAYER_IDS: 0, "layer_ids": 0, "target_layer_ids": 1}  # the same in any object, with a notice
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
+FROM_ANCHOR = {  # fields, and the value with which a slot predicts the token after it
+    **dict.fromkeys(within("dflash_config", "sample_from_anchor", "query_zero_predicts_next", "shift_label"), True),
+    **dict.fromkeys(within("dflash_config", "dspark_bonus_anchor"), False),
+}
 
 
 def _draft_length(config: Mapping[str, Any]) -> int | None:
@@ -75,30 +74,51 @@ def read_head(files: HeadFiles, target: Mapping[str, Any], max_positions: int, n
     try:
         return _checked(files, target, max_positions, num_layers)
     except UserError as error:
-        where = str(files.path)
-        raise error if where in str(error) else UserError(f"{where}: {error}") from error
+        where, said = str(files.path), str(error).removesuffix(OTHER_RUNTIME)
+        raise UserError(said if where in said else f"{where}: {said}") from error
 
 
 def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
-    config = files.config
+    config = ReadFields(files.config)
     kind = str(head_kind(config, files.tensors.keys()))
     check_kind(kind, files.path)
     if kind == MEDUSA:
-        head = _read_medusa(files, target, max_positions, num_layers)
+        head = _read_medusa(config, files, target, max_positions, num_layers)
         files.check_shapes(_medusa_shapes(head))
-        _check_target(config, target, head)
-        return head
+    else:
+        head = _read_layers(kind, config, files, target, max_positions, num_layers)
+        files.check_shapes(_shapes(head, files))
+        draft_ids(files, head)
+    _check_target(config, target, head)
+    unknown = check_unread(config, files.tensors.keys(), target.keys() if kind in (MEDUSA, MTP) else ())
+    named = (f"unknown fields of the head were ignored: {', '.join(unknown)}",) if unknown else ()
+    return replace(head, notices=files.notices + head.notices + named)
+
+
+def _read_layers(
+    kind: str,
+    config: ReadFields,
+    files: HeadFiles,
+    target: Mapping[str, Any],
+    max_positions: int,
+    num_layers: int,
+) -> HeadConfig:
+    """Read a head of decoder layers."""
     is_speculators = "speculators_model_type" in config
     own = fields_of(config, "transformer_layer_config") if is_speculators else config
     _check_count("num_hidden_layers", size(own, "num_hidden_layers", 1), files)
-    layers = _layer_config(files, own, max_positions)
+    layers = _layer_config(files, own, max_positions, kind)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
+    taps, notice = _taps(config, kind, layers.num_layers, num_layers, width, files)
+    stated = agreed(config, within("dflash_config", "num_target_layers"), size)
+    if stated and stated[1] not in (num_layers, len(taps)):  # vLLM counts the taps
+        raise UserError(f"{stated[0]} is {stated[1]}, and the target has {num_layers} layers: it is for another target")
     read = READERS.get(kind, _read_joined if kind in JOINED else _read_eagle)
-    head = read(
+    return read(
         HeadConfig(
             kind=kind,
             layers=layers,
-            taps=_taps(config, kind, layers.num_layers, num_layers, width, files),
+            taps=taps,
             num_rows=size(config, "draft_vocab_size", layers.vocab_size),
             target_width=width,
             target_eps=number(target, "rms_norm_eps", layers.rms_norm_eps, 1.0),
@@ -106,22 +126,25 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
             logit_scale=number(config, "logit_scale", 1.0, 1e6),
             verifier=verifier_of(config),
             draft_length=_draft_length(config),
+            notices=(notice,) if notice else (),
         ),
         config,
         files,
-        is_speculators,
+        target,
     )
-    files.check_shapes(_shapes(head, files))
-    _check_target(config, target, head)
-    return head
 
 
-def _read_medusa(files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int) -> HeadConfig:
+def _read_medusa(
+    config: ReadFields, files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int
+) -> HeadConfig:
     """Read Medusa's heads. Their sizes are those of the tensors; config.json may say fewer heads than there are."""
-    config, shape = files.config, files.shape("lm_heads.0.weight")
+    shape = files.shape("lm_heads.0.weight")
     if len(shape) != 2:
         raise UserError(f"tensor 'lm_heads.0.weight' has shape {list(shape)}, it must be a matrix")
     rows, hidden = shape
+    for name, held in (("vocab_size", rows), ("hidden_size", hidden)):
+        if (said := size(config, name, held)) != held:
+            raise UserError(f"{name} is {said}, but tensor 'lm_heads.0.weight' has shape {list(shape)}")
     places = [tuple(map(int, found.groups())) for name in files.tensors if (found := MEDUSA_BLOCK.match(name))]
     blocks = size(config, "medusa_num_layers", 1 + max((block for _, block in places), default=0))
     _check_count("medusa_num_layers", blocks, files)
@@ -150,38 +173,46 @@ def _medusa_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read_eagle(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+def _read_eagle(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes EAGLE-3 and P-EAGLE heads."""
-    nested = fields_of(config, "eagle_config")
-    if not flag(nested, "use_aux_hidden_state", True):
-        raise UserError("eagle_config.use_aux_hidden_state is false: such a head is not supported")
-    norm_before_residual = flag(config, "norm_before_residual", default=is_speculators)
+    stated = agreed(config, within("eagle_config", "norm_before_residual"), flag)
+    is_guess = stated is None and head.kind == EAGLE3 and "speculators_model_type" in config
+    norm_before_residual = stated[1] if stated else is_guess
+    guess = ("norm_before_residual is missing and taken as true, as vLLM does",) if is_guess else ()
+
+    def either(*names: str) -> bool:
+        found = agreed(config, within("eagle_config", *names), flag)
+        return found is not None and found[1]
+
     return replace(
         head,
         layers=replace(head.layers, takes_features=True, norms_features=not norm_before_residual),
         norm_before_residual=norm_before_residual,
-        norm_before_fc=flag(config, "norm_before_fc", flag(nested, "norm_before_fc")),
-        fc_norm=flag(config, "fc_norm", flag(config, "use_aux_norm")),
-        norm_output=flag(config, "norm_output"),
-        mask_token=_mask_token(head, config, ("mask_token_id", "pard_token", "ptd_token_id"))
-        if head.kind == P_EAGLE
-        else None,
+        norm_before_fc=either("norm_before_fc"),
+        fc_norm=either("fc_norm", "use_aux_norm"),
+        norm_output=either("norm_output"),
+        mask_token=_mask_token(head, config, files, target) if head.kind == P_EAGLE else None,
+        notices=head.notices + guess,
     )
 
 
-def _read_joined(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+def _read_joined(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes EAGLE-1 heads and MTP layers."""
-    is_mtp, norm = head.kind == MTP, "layers.0.input_layernorm.weight"
+    is_mtp, norm, embed_norm = head.kind == MTP, "layers.0.input_layernorm.weight", "embed_norm.weight"
+    bias = "fusion_bias" if "speculators_model_type" in config else "bias"
+    if flag(config, "layernorms", embed_norm in files) != (embed_norm in files):
+        held = "the" if embed_norm in files else "no"
+        raise UserError(f"layernorms is {config['layernorms']}, but the files hold {held} tensor {embed_norm!r}")
     return replace(
         head,
         target_width=head.layers.hidden_size,  # a feature may also be an output of the head
         layers=replace(head.layers, norms_features=is_mtp or norm in files),
-        has_fc_bias=flag(config, "fusion_bias" if is_speculators else "bias", head.has_fc_bias) and not is_mtp,
+        has_fc_bias=flag(config, bias, head.has_fc_bias) and not is_mtp,
         norm_output=is_mtp,
     )
 
 
-def _read_slots(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+def _read_slots(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes SpecFormer heads."""
     slots = size(config, "num_slots")
     if slots > MOST_DRAFTED:
@@ -193,59 +224,76 @@ def _read_slots(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, i
     return replace(head, block=slots, from_anchor=True, fc_norm=True)
 
 
-def _read_block(head: HeadConfig, config: Mapping[str, Any], files: HeadFiles, is_speculators: bool) -> HeadConfig:
+def _read_block(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes DFlash and DSpark heads."""
-    nested = fields_of(config, "dflash_config")
-    for name in UNSUPPORTED:
-        if (value := nested.get(name)) not in (None, False) and (value is True or value != 1):  # 1: a factor of 1
-            raise UserError(f"dflash_config.{name} is {value!r:.80}: such a head is not supported")
     if (files.path / "mask_embedding.pt").exists():
         raise UserError(
             "the folder holds mask_embedding.pt: a head with its own embedding of the mask is not supported"
         )
-    whole, is_dspark = {**config, **nested}, head.kind == DSPARK
-    default = "causal" in nested or "is_causal" in config
-    is_causal = flag(config, "is_causal", flag(nested, "causal"))
+    is_dspark, is_speculators = head.kind == DSPARK, "speculators_model_type" in config
+    projector = agreed(config, within("dflash_config", "projector_type"), lambda fields, name: fields[name])
+    if projector and projector[1] not in PROJECTORS:
+        raise UserError(f"{projector[0]} is {projector[1]!r:.80}, it must be one of {', '.join(PROJECTORS)}")
+    causal = agreed(config, within("dflash_config", "is_causal", "causal"), flag)
     slides = not flag(config, "sliding_window_non_causal")
-    markov = whole.get("markov_head_type") or MARKOV_KINDS[0]
-    if markov not in MARKOV_KINDS:
-        raise UserError(f"markov_head_type is {markov!r:.80}, it must be one of {', '.join(MARKOV_KINDS)}")
     windows = map(head.layers.window, range(head.layers.num_layers))
-    block = size(whole, _first(whole, ("block_size", "dspark_block_size")), 8 if is_speculators else None)
+    size_of_block = agreed(config, (*within("dflash_config", "block_size"), "dspark_block_size"), size)
+    block = size_of_block[1] if size_of_block else size({}, "block_size", 8 if is_speculators else None)
+    anchor = agreed(config, [*FROM_ANCHOR], lambda fields, name: flag(fields, name) == FROM_ANCHOR[name])
+    notices = head.notices
+    if anchor is None and is_dspark and (is_speculators or files.is_gguf):  # written by programs that do not agree
+        notices += ("sample_from_anchor is missing and taken as true: each slot predicts the token after it",)
     head = replace(
         head,
-        mask_token=_mask_token(head, whole, ("mask_token_id", "dspark_noise_token_id")),
+        mask_token=_mask_token(head, config, files, target),
         block=block,
-        from_anchor=flag(whole, "sample_from_anchor", is_dspark and not flag(whole, "dspark_bonus_anchor")),
-        causal=tuple(is_causal if default else slides and window is not None for window in windows),
-        markov=markov if "markov_head.markov_w1.weight" in files else None,
+        from_anchor=anchor[1] if anchor else is_dspark,
+        causal=tuple(causal[1] if causal else slides and window is not None for window in windows),
+        markov=_markov_kind(config, files),
     )
     if not 1 <= head.num_drafted <= MOST_DRAFTED:
         least = 1 if head.from_anchor else 2
         raise UserError(f"block_size is {block}, it must be between {least} and {least + MOST_DRAFTED - 1}")
-    return head
+    if (head.draft_length or 0) > head.num_drafted:
+        notices += (f"it recommends {head.draft_length} tokens, and a block of {block} drafts {head.num_drafted}",)
+    return replace(head, notices=notices)
 
 
 READERS = {**dict.fromkeys(BLOCKS, _read_block), SPECFORMER: _read_slots}
 
 
-def _mask_token(head: HeadConfig, config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the mask token, from the first of these fields that is there."""
-    name = _first(config, names)
-    token = size(config, name, smallest=0)
-    if token >= head.layers.vocab_size:
-        raise UserError(f"{name} is {token}, it must be a token below {head.layers.vocab_size}")
+def _mask_token(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> int:
+    """Return the mask token, which must have a row in the embedding that the head uses."""
+    name, token = agreed(config, within("dflash_config", *MASKS), partial(size, smallest=0)) or (MASKS[0], None)
+    token, rows = size({name: token}, name, smallest=0), head.layers.vocab_size
+    whose = "the head's vocabulary"
+    if "embed_tokens.weight" not in files and (held := size(target, "vocab_size", rows)) < rows:
+        rows, whose = held, "the target's embedding, which the head uses,"
+    if token >= rows:
+        raise UserError(f"{name} is {token}, it must be a token below {rows}: {whose} has {rows} rows")
     return token
 
 
-def _first(config: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the first of these fields that is there; if none is, the first."""
-    return next((name for name in names if config.get(name) is not None), names[0])
+def _markov_kind(config: ReadFields, files: HeadFiles) -> str | None:
+    """Return `HeadConfig.markov`; UserError if the fields contradict the tensors."""
+    name, tensor = "markov_head_type", f"{MARKOV}markov_w1.weight"
+    kind = (agreed(config, within("dflash_config", name), lambda fields, key: fields[key]) or ("", MARKOV_KINDS[0]))[1]
+    if kind not in MARKOV_KINDS:
+        raise UserError(f"{name} is {kind!r:.80}, it must be one of {', '.join(MARKOV_KINDS)}")
+    rank = files.shape(tensor)[-1] if tensor in files else 0
+    ranks = (*within("dflash_config", "markov_rank"), "dspark_markov_rank")
+    stated = agreed(config, ranks, partial(size, smallest=0))
+    if stated and stated[1] != rank:
+        held = f"{tensor!r} has rank {rank}" if rank else f"the files hold no tensor {tensor!r}"
+        raise UserError(f"{stated[0]} is {stated[1]}, but {held}")
+    return kind if rank else None
 
 
-def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) -> LlamaConfig:
+def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int, kind: str) -> LlamaConfig:
     """Read the decoder layers. They have the biases that the file holds, and as many positions as the target."""
     fields = {name: value for name, value in own.items() if name not in IGNORED_IN_LAYER}
+    if kind not in BLOCKS:  # whose reader reads it
+        fields["is_causal"] = own.get("is_causal")
     fields.setdefault("num_hidden_layers", 1)
     fields["attention_bias"] = fields["mlp_bias"] = None
     if fields.get("sliding_window") is not None:
@@ -254,7 +302,9 @@ def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) 
             fields.setdefault("use_sliding_window", True)
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
     return replace(
-        from_dict({**fields, "model_type": fields.get("model_type", "llama")}),
+        from_dict(
+            {**fields, "model_type": own.get("model_type", "llama")}, own.asked if isinstance(own, ReadFields) else None
+        ),
         max_positions=max_positions,  # the head's own number only sizes a table
         tie_embeddings=False,
         attention_bias=attention + "q_proj.bias" in files,
@@ -264,38 +314,63 @@ def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int) 
 
 
 def _taps(
-    config: Mapping[str, Any], kind: str, own_layers: int, num_layers: int, width: int, files: HeadFiles
-) -> tuple[int, ...]:
-    """Return `HeadConfig.taps`. Several fields may hold them, and they count layers differently."""
+    config: ReadFields, kind: str, own_layers: int, num_layers: int, width: int, files: HeadFiles
+) -> tuple[tuple[int, ...], str | None]:
+    """Return `HeadConfig.taps`, and a notice if the files do not fix them. Fields count layers differently."""
+
+    def completed(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
+        found, added = fields[name], added_by[name]
+        is_valid = isinstance(found, list) and found and all(type(layer) is int for layer in found)
+        if not is_valid or not all(0 <= layer + added <= num_layers for layer in found):
+            allowed = f"layers from {-added} to {num_layers - added} of the target"
+            raise UserError(f"{name} is {found!r:.80}, it must be a list of {allowed}")
+        if found != sorted(set(found)):
+            raise UserError(f"{name} is {found!r:.80}, it must be different layers in ascending order")
+        return tuple(layer + added for layer in found)
+
+    own = BLOCK_TAPS if kind in (*BLOCKS, SPECFORMER) else EAGLE_TAPS
+    objects = [f"{name}." for name, value in config.items() if isinstance(value, ReadFields)]
+    anywhere = {outer + name: added for outer in ("", *objects) for name, added in ANY_TAPS.items()}
+    others = anywhere | EAGLE_TAPS | BLOCK_TAPS
+    added_by = own | {name: added for name, added in others.items() if name not in own}  # its own fields come first
+    name, taps = agreed(config, [*added_by], completed) or ("", ())
     if kind in JOINED:
-        return (num_layers,)
-    fields = BLOCK_TAPS if kind in (*BLOCKS, SPECFORMER) else EAGLE_TAPS
-    name, found, added = "the default of files without ids of layers", None, 0
-    for outer, inner, counted_from in fields:
-        holder = fields_of(config, outer) if outer else config
-        if holder.get(inner) is not None:
-            name, found, added = f"{outer}.{inner}" if outer else inner, holder[inner], counted_from
-            break
-    if found is None and kind in BLOCKS:
-        last, steps = num_layers - 4, max(own_layers - 1, 1)
-        found = (
-            [round(1 + place * last / steps) for place in range(own_layers)] if own_layers > 1 else [num_layers // 2]
-        )
-        added = 1
-    elif found is None:
-        found = [2, num_layers // 2, num_layers - 3]
-    is_valid = isinstance(found, list) and found and all(type(layer) is int for layer in found)
-    if not is_valid or not all(0 <= layer + added <= num_layers for layer in found):
-        allowed = f"layers from {-added} to {num_layers - added} of the target"
-        raise UserError(f"{name} is {found!r:.80}, it must be a list of {allowed}")
-    count = config.get("num_aux_hidden_states", config.get("num_aux_layers", len(found)))
+        if taps not in ((), (num_layers,)):
+            raise UserError(f"{name} names the states after {listed(taps)} layers, but {kind} reads the last one only")
+        return (num_layers,), None
+    notice, first = None, f"eagle_config.{TAPS}"
+    if not taps:
+        taps = _usual_taps(kind, own_layers, num_layers)
+        if taps[0] < 0 or taps[-1] > num_layers or [*taps] != sorted(set(taps)):
+            raise UserError(f"no field names the target's layers that it reads, and it has too few for {taps}")
+        notice = f"no field names the target's layers that it reads, so it gets the states after {listed(taps)} layers"
+    elif name not in own or (name == first and taps[0] != 2):  # where layer 1 is the first, all programs agree
+        notice = f"{name} is read as the states after {listed(taps)} layers, but other programs may count differently"
+    stated = agreed(config, within("eagle_config", "num_aux_hidden_states", "num_aux_layers"), size)
     columns = files.shape("fc.weight")[-1] - width * (kind == SPECFORMER)  # whose fc also reads an embedding
-    if columns != len(found) * width or count != len(found):
+    if columns != len(taps) * width or (stated and stated[1] != len(taps)):
         raise UserError(
-            f"fc.weight has {columns} inputs, which are not {len(found)} hidden states of width {width}"
-            f" (layers {found}): the head is for another target, or reads another number of layers"
+            f"fc.weight has {columns} inputs, which are not {len(taps)} hidden states of width {width}"
+            f" (layers {[tap - added_by.get(name, 0) for tap in taps]}): the head is for another target, or reads"
+            " another number of layers"
         )
-    return tuple(layer + added for layer in found)
+    return taps, notice
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers as in a sentence."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _usual_taps(kind: str, own_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Return the taps of heads whose files do not name them: for a block, the outputs of evenly spread layers."""
+    if kind not in BLOCKS:
+        return 2, num_layers // 2, num_layers - 3
+    last, steps = num_layers - 4, max(own_layers - 1, 1)
+    return tuple(
+        1 + (round(1 + one * last / steps) if own_layers > 1 else num_layers // 2) for one in range(own_layers)
+    )
 
 
 def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
@@ -386,23 +461,29 @@ def _markov_shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, .
 
 def draft_ids(files: HeadFiles, head: HeadConfig) -> np.ndarray | None:
     """Return the target's token of each row of the head's output layer, int64 [rows]; None if row i is token i."""
-    if "d2t" not in files:
-        return None
-    stored = files.array("d2t").astype(np.int64)
-    ids = stored if files.has_absolute_ids else stored + np.arange(len(stored))
     vocab, where = head.layers.vocab_size, f"{files.path}: d2t"
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    ids = None if "d2t" not in files else files.array("d2t").astype(np.int64)
+    if ids is not None and not files.is_gguf:  # a GGUF file holds tokens, other files their distances from the row
+        ids = ids + np.arange(len(ids))
+    known = np.arange(vocab) if ids is None else ids
+    outside = np.flatnonzero((known < 0) | (known >= vocab))
     if len(outside):
         row = int(outside[0])
-        raise UserError(f"{where} maps row {row} to token {int(ids[row])}, outside of the vocabulary of {vocab} tokens")
-    tokens, counts = np.unique(ids, return_counts=True)
+        raise UserError(f"{where} maps row {row} to token {known[row]}, outside of the vocabulary of {vocab} tokens")
+    tokens, counts = np.unique(known, return_counts=True)
     if (counts > 1).any():
         raise UserError(
             f"{where} maps {int(counts.max())} rows to token {int(tokens[counts.argmax()])}, a token may have one"
         )
-    if "t2d" in files and int(np.count_nonzero(files.array("t2d"))) != len(ids):
-        found = int(np.count_nonzero(files.array("t2d")))
-        raise UserError(f"{files.path}: t2d marks {found} tokens, and the output layer has {len(ids)} rows")
+    if "t2d" in files:
+        marked = np.flatnonzero(files.array("t2d"))
+        if len(marked) != len(tokens):
+            raise UserError(
+                f"{files.path}: t2d marks {len(marked)} tokens, and the output layer has {len(tokens)} rows"
+            )
+        if (differs := np.flatnonzero(marked != tokens)).size:
+            ours, theirs = int(tokens[differs[0]]), int(marked[differs[0]])
+            raise UserError(f"{where} and t2d name different tokens, the first are {ours} and {theirs}")
     return ids
 
 

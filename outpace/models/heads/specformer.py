@@ -95,7 +95,7 @@ def slots_part(files: HeadFiles, head: HeadConfig, norm: Any) -> tuple[HeadFiles
     names = ("hidden_norm.", LAYER, "lm_head.", "d2t")
     held = {name: one for name, one in files.tensors.items() if name.startswith(names)}
     held |= {"fc.weight": files.tensors["slots.weight"], "norm.weight": _tensor(files, np.asarray(norm, np.float32))}
-    return HeadFiles(files.path, files.config, held, files.has_absolute_ids), replace(head, fc_norm=False)
+    return HeadFiles(files.path, files.config, held, files.is_gguf), replace(head, fc_norm=False)
 
 
 def _tensor(files: HeadFiles, values: np.ndarray) -> HeadTensor:

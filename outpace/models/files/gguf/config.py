@@ -7,7 +7,7 @@ weights plus one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, phi
 from outpace.models.llama.config.families import FAMILIES, GELU
-from outpace.models.llama.config.fields import FULL, SLIDING, number
+from outpace.models.llama.config.fields import FULL, SLIDING, number, unknown_fields
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LARGEST_FACTOR, yarn_gain
 
@@ -287,21 +287,28 @@ def _own_metadata(header: GgufHeader, prefix: str) -> dict[str, Any]:
     return own
 
 
-def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any]) -> list[str]:
+def unknown_metadata(
+    header: GgufHeader,
+    architecture: str,
+    own: Mapping[str, Any],
+    known: Container[str],
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> list[str]:
     """Refuse metadata that would change the arithmetic; return the ignored keys, which llama.cpp does not know."""
-    neutral, unknown = NEUTRAL | NEUTRAL_BY.get(architecture, {}), list[str]()
+
+    def objection(name: str) -> str | None:
+        return REASONS.get(name, "") if _is_llama_cpp_key(name) else None
+
+    try:
+        return unknown_fields(own, known, neutral, objection, f"{architecture}.")
+    except UserError as error:
+        raise UserError(f"{header.path}: {error}") from error
+
+
+def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any]) -> list[str]:
+    """Check a model's metadata; return the ignored keys."""
     known = HONOURED.union(HARMLESS, HONOURED_BY.get(architecture, ()))
-    for name, value in own.items():
-        refused = f"{header.path}: {architecture}.{name} {value!r:.50} is not supported"
-        if name in neutral:
-            if value not in neutral[name]:
-                raise UserError(f"{refused}, only {' and '.join(map(repr, neutral[name]))}")
-        elif name in known or not (any(value) if isinstance(value, list) else value):
-            continue
-        elif _is_llama_cpp_key(name):
-            raise UserError(refused + REASONS.get(name, ""))
-        else:
-            unknown.append(f"{architecture}.{name}")
+    unknown = unknown_metadata(header, architecture, own, known, NEUTRAL | NEUTRAL_BY.get(architecture, {}))
     for name, field in REQUIRED.items():
         if own.get(name) is None:
             raise UserError(f"{header.path}: {architecture}.{name}{field} is missing")

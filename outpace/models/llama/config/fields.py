@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -12,9 +12,74 @@ LARGEST_SIZE = 2**31 - 1
 FULL, SLIDING = "full_attention", "sliding_attention"  # layer types: full attention, and a sliding window
 
 
+OTHER_RUNTIME = " by the runtime llama; --runtime transformers runs it"
+
+
+class ReadFields(dict[str, Any]):
+    """Fields of a file that remember which of them were asked for, so that the others can be named.
+
+    Objects among them are `ReadFields` too. Iterating and copying do not count as asking.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], asked: set[str] | None = None) -> None:
+        super().__init__(
+            {name: ReadFields(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+        )
+        self.asked: set[str] = set() if asked is None else asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def unread(self) -> dict[str, Any]:
+        """Return the fields that nothing asked for; those of objects have dotted names."""
+        found: dict[str, Any] = {}
+        for name, value in self.items():
+            if isinstance(value, ReadFields):
+                found |= {f"{name}.{inner}": one for inner, one in value.unread().items()}
+            elif name not in self.asked:
+                found[name] = value
+        return found
+
+
+def unknown_fields(
+    fields: Mapping[str, Any],
+    known: Container[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    objection: Callable[[str], str | None],
+    prefix: str = "",
+) -> list[str]:
+    """Return the names of the fields that are ignored although they are not known, each after `prefix`.
+
+    Raise UserError for a field of `neutral` with another than its neutral values, and for an unknown field if
+    `objection` returns an end of the sentence. An unknown field that is off (null, false, 0 or empty) says nothing.
+    """
+    unknown = []
+    for name, value in fields.items():
+        refused = f"{prefix}{name} {value!r:.50} is not supported"
+        if name in neutral:
+            if value is not None and value not in neutral[name]:
+                raise UserError(f"{refused}, only {' and '.join(map(repr, neutral[name]))}")
+        elif name in known or not (any(value) if isinstance(value, list) else value):
+            continue
+        elif (reason := objection(name)) is not None:
+            raise UserError(refused + reason)
+        else:
+            unknown.append(prefix + name)
+    return unknown
+
+
 def unsupported_field(what: str) -> UnsupportedModel:
     """Make the error for something that this runtime does not support, although others do."""
-    return UnsupportedModel(f"{what} is not supported by the runtime llama; --runtime transformers runs it")
+    return UnsupportedModel(f"{what} is not supported{OTHER_RUNTIME}")
 
 
 def size(fields: Mapping[str, Any], name: str, default: int | None = None, smallest: int = 1) -> int:

@@ -21,7 +21,7 @@ from outpace.models.llama.config.families import (
     read_rotary_layers,
     read_windows,
 )
-from outpace.models.llama.config.fields import flag, number, size, unsupported_field
+from outpace.models.llama.config.fields import ReadFields, flag, number, size, unsupported_field
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
 # Fields that change the arithmetic, with the values that are supported because they change nothing.
@@ -135,11 +135,12 @@ class LlamaConfig:
         )
 
 
-def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read a config.json; UserError names the first field that is missing, invalid or unsupported."""
+def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> LlamaConfig:
+    """Read a config.json; UserError names the first field that is missing, invalid or unsupported. The names of all
+    fields that count are added to `asked`."""
     model_type = model_type_of(config)
     family = FAMILIES[model_type]
-    fields = family.prepare({**family.defaults, **config})
+    fields = ReadFields(family.prepare({**family.defaults, **config}), asked)
     _refuse_unsupported(fields, family)
     theta, scaling = read_rope(fields, family.theta)
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
