@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from heads import exact_pair
+from block_heads import block_config, block_tensors, exact_block
+from heads import exact_pair, head_config, head_tensors, write_folder
 from joined_heads import exact_joined
 from medusa_heads import exact_medusa
 from mutation_checks import Mutation, Original
 from slot_heads import exact_slots, exact_states
 
 from outpace.api.llm import LLM
+from outpace.core.errors import UserError
 from outpace.drafters._feature_drafter import FeatureDrafter
-from outpace.models.heads import eagle3
+from outpace.models.heads import eagle3, reader
 from outpace.models.heads.dflash import BlockDraft
 from outpace.models.heads.eagle3 import FeatureSession, JoinedModel
+from outpace.models.heads.files import open_head
 from outpace.models.heads.medusa import MedusaModel
 from outpace.models.heads.native import NativeHead, NativeJoined
 from outpace.models.heads.specformer import SlotModel, SpecFormerModel
@@ -46,8 +49,8 @@ def find_in(write: Callable[[Path], tuple[Path, ...]]) -> str | None:
     return next((found for both in pairs(write)[1] if (found := _rejected(*both))), None)
 
 
-def _rejected(target: Loaded, head: Loaded) -> str | None:
-    prompt = target.tokenizer.encode("one two three four " * 5)
+def _rejected(target: Loaded, head: Loaded, prompt: list[int] | None = None) -> str | None:
+    prompt = prompt or target.tokenizer.encode("one two three four " * 5)
     options = {"method": "speculative", "drafter": head.drafter, "draft_length": LENGTH, "width": 1, "profile": False}
     with LLM(target, head, **options) as llm:
         for asked in (prompt, [*prompt, *prompt[:7]]):
@@ -55,6 +58,69 @@ def _rejected(target: Loaded, head: Loaded) -> str | None:
             if answer.figures.accepted < TOKENS * LENGTH / (LENGTH + 1) - 1:
                 return f"{answer.figures.accepted} of {answer.figures.drafted} drafts are accepted"
     return None
+
+
+def find_in_layout() -> str | None:
+    """Return a fault if a block's drafts are rejected whose config names the layout by another field than most."""
+    with tempfile.TemporaryDirectory() as folder:
+        target, head = exact_block(Path(folder), True, query_zero_predicts_next=True)
+        loaded = load_model(target, dtype="int8")
+        return _rejected(loaded, load_draft(head, loaded), [*range(9)])
+
+
+def find_in_fields() -> str | None:
+    """Return a fault if fields of a head that contradict each other, the tensors or the target are not refused, or if
+    what is guessed or ignored is not named."""
+    eagle, block = head_config(), block_config()
+    shared = {name: one for name, one in block_tensors(block).items() if name != "embed_tokens.weight"}
+    refused = (
+        (block | {"sample_from_anchor": True, "query_zero_predicts_next": False}, block_tensors(block)),
+        (eagle, head_tensors(eagle) | {"d2t": np.zeros_like(head_tensors(eagle)["d2t"])}),
+        (block, shared),  # the target's embedding has no row for its mask
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (config, tensors) in enumerate(refused):
+            try:
+                _read(write_folder(Path(folder) / str(number), config, tensors))
+            except UserError:
+                continue
+            return f"the contradiction {number} is not refused"
+        notices = _read(write_folder(Path(folder) / "named", eagle | {"mystery": 1}, head_tensors(eagle))).notices
+    return None if len(notices) == 2 else f"of a guess and an unknown field, {len(notices)} are named"
+
+
+def _read(path: Path) -> Any:
+    return reader.read_head(open_head(path), {"hidden_size": 64, "vocab_size": 260}, 256, 8)
+
+
+def first_name_of_layout(agreed: Original) -> Original:
+    def mutated(config: Any, names: Sequence[str], read: Any) -> Any:
+        return agreed(config, names[:1] if names[0] == "sample_from_anchor" else names, read)
+
+    return mutated
+
+
+def first_that_is_there(agreed: Original) -> Original:
+    def mutated(config: Any, names: Sequence[str], read: Any) -> Any:
+        return next((found for name in names if (found := agreed(config, [name], read))), None)
+
+    return mutated
+
+
+def trusted_map(draft_ids: Original) -> Original:
+    return lambda files, head: files.array("d2t") + np.arange(head.num_rows) if "d2t" in files else None
+
+
+def any_mask(mask_token: Original) -> Original:
+    return lambda head, config, files, target: mask_token(head, config, files, {})
+
+
+def unnamed(check_unread: Original) -> Original:
+    return lambda *fields: []
+
+
+def silent_guess(taps: Original) -> Original:
+    return lambda *arguments: (taps(*arguments)[0], None)
 
 
 def shift_features(fuse: Original) -> Original:
@@ -131,7 +197,17 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any, write: Any = exa
     return Mutation(f"heads: {name}", [owner], attribute, make, partial(find_in, write))
 
 
+def _of_reader(name: str, attribute: str, make: Any, find: Callable[[], str | None] = find_in_fields) -> Mutation:
+    return Mutation(f"heads: {name}", [reader], attribute, make, find)
+
+
 HEAD_MUTATIONS = [
+    _of_reader("a field that shifts a block is not read", "agreed", first_name_of_layout, find_in_layout),
+    _of_reader("fields that contradict each other are taken", "agreed", first_that_is_there),
+    _of_reader("maps that contradict each other are taken", "draft_ids", trusted_map),
+    _of_reader("a mask without a row in the embedding is taken", "_mask_token", any_mask),
+    _of_reader("unknown fields are ignored without a word", "check_unread", unnamed),
+    _of_reader("layers are guessed without a word", "_taps", silent_guess),
     _mutation("features are those of the position before", NativeHead, "fuse", shift_features),
     _mutation("the head's state of a shared prefix is not copied", FeatureDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),

@@ -169,7 +169,7 @@ def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
     ("from_anchor", "changes", "options"),
     [
         (False, {}, {"dtype": "float32"}),
-        (False, {"dspark_bonus_anchor": True}, {"dtype": "int8"}),
+        (False, {"dspark_bonus_anchor": True, "mystery": 1}, {"dtype": "int8"}),
         (True, {"sample_from_anchor": True}, {"dtype": "int8"}),
         (True, {"query_zero_predicts_next": True}, {"dtype": "float32", "graphs": "eager"}),
         (True, {"dflash_config": OF_DFLASH | {"query_zero_predicts_next": True}}, {"dtype": "int8"}),
@@ -188,6 +188,8 @@ def test_a_block_that_is_right_by_construction_is_accepted(
         with LLM(target, loaded, method="speculative", profile=False, draft_length=3, width=1) as llm:
             asked = {"max_tokens": 20, "ignore_eos": True}
             [plain], [drafted] = (llm.generate([[*range(9)]], plain=plain, **asked) for plain in (True, False))
+            named = f"{draft}: unknown fields of the head were ignored: mystery"
+            assert llm.notices == ([named] if "mystery" in changes else [])
         assert drafted.tokens == plain.tokens
         assert drafted.figures.drafted > 0
         assert drafted.figures.accepted == (drafted.figures.drafted if is_right else 0)

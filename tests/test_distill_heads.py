@@ -267,7 +267,9 @@ def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Pat
     (head / "config.json").write_text(json.dumps(config))
     target = load_model(run.target)
     assert "hidden states of other weights" in str(load_draft(head, target).notice)
-    assert "hidden states" not in str(load_draft(run.out / "draft", target).notice)
+    own = str(load_draft(run.out / "draft", target).notice)
+    assert "hidden states" not in own
+    assert "ignored" not in own  # all of its fields are known
     config["outpace"]["tokenizer"] = "another"
     (head / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="another tokenizer"):

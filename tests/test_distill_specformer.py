@@ -208,7 +208,9 @@ def test_a_head_of_another_target_is_refused(run: DistillOptions, tmp_path: Path
     config = json.loads((head / "config.json").read_text())
     assert config["outpace"].keys() == {"weights", "tokenizer", "template", "runtime"}
     target = load_model(run.target)
-    assert "hidden states" not in str(load_draft(head, target).notice)
+    own = str(load_draft(head, target).notice)
+    assert "hidden states" not in own
+    assert "ignored" not in own  # all of its fields are known
     (head / "config.json").write_text(json.dumps(config | {"outpace": config["outpace"] | {"weights": "others"}}))
     assert "hidden states of other weights" in str(load_draft(head, target).notice)
     (head / "config.json").write_text(json.dumps(config | {"outpace": config["outpace"] | {"tokenizer": "another"}}))

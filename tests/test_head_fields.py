@@ -370,7 +370,7 @@ def test_other_kinds_compare_their_fields_with_the_tensors(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"vocab_size is 99, but tensor 'lm_heads.0.weight' has shape \[272, 64\]"):
         read(medusa_heads.write_medusa(tmp_path / "medusa", vocab_size=99))
     assert said(read(medusa_heads.write_medusa(tmp_path / "named", mystery=1))).endswith("were ignored: mystery")
-    assert read(medusa_heads.write_medusa(tmp_path / "merged", "merged", rope_theta=1e4), rope_theta=1e4).notices == ()
+    assert read(medusa_heads.write_medusa(tmp_path / "merged", "merged", vision={"shift": 1}), vision={}).notices == ()
     path = joined_heads.write_eagle1(tmp_path / "eagle1", **{TAPS: [2, 4, 5]})
     with pytest.raises(UserError, match="the states after 2, 4 and 5 layers, but EAGLE-1 reads the last one only"):
         read(path)

@@ -99,12 +99,8 @@ def check_unread(config: ReadFields, tensors: Collection[str], of_target: Collec
         for name in (f"has_{part}", f"has_own_{part}"):
             if config.get(name) and tensor not in tensors:
                 raise UserError(f"{name} is {config[name]!r:.80}, but the files hold no tensor {tensor!r}")
-    unread = config.unread()
-    last = {name: name.rpartition(".")[2] for name in unread}
-    harmless = {
-        name
-        for name in unread
-        if name in of_target or last[name].startswith("_") or not KNOWN.isdisjoint(name.split("."))
-    }
-    neutral = {name: NEUTRAL[last[name]] for name in unread if last[name] in NEUTRAL}
-    return unknown_fields(unread, harmless, neutral, moves_positions)
+    paths = {name: name.split(".") for name in config.unread()}
+    unread = {name: value for name, value in config.unread().items() if paths[name][0] not in of_target}
+    known = {name for name, path in paths.items() if path[-1].startswith("_") or not KNOWN.isdisjoint(path)}
+    neutral = {name: NEUTRAL[path[-1]] for name, path in paths.items() if path[-1] in NEUTRAL}
+    return unknown_fields(unread, known, neutral, moves_positions)
