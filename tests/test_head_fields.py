@@ -308,8 +308,9 @@ def test_guesses_that_programs_make_differently_are_named(tmp_path: Path) -> Non
     del config["norm_before_residual"]
     (path / "config.json").write_text(json.dumps(config | {TAPS: [2, 4, 5]}))
     assert said(read(path)) == "norm_before_residual is missing and taken as true, as vLLM does"
-    path = block_heads.write_block(tmp_path / "dspark", "speculators", **block_heads.DSPARK)
-    assert said(read(path)).startswith("sample_from_anchor is missing and taken as true")
+    for layout in ("speculators", "gguf"):
+        path = block_heads.write_block(tmp_path / layout, layout, **block_heads.DSPARK)
+        assert said(read(path)).startswith("sample_from_anchor is missing and taken as true")
     path = block_heads.write_block(tmp_path / "dflash", "speculators")
     config = json.loads((path / "config.json").read_text())
     config["speculators_config"]["proposal_methods"] = [{"speculative_tokens": 5}]

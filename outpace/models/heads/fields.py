@@ -57,7 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that change the arithmetic, an
     **dict.fromkeys(("position_embedding_type",), ("rope", "absolute")),
 }
 # Beginnings of words in the names of fields that say which position a slot predicts, or which layers a head reads.
-MOVES = re.compile("anchor|shift|offset|layout|align|predict|label|bonus|delay|layer_ids|layers_to|capture")
+MOVES = re.compile("anchor|shift|offset|layout|align|predict|label|bonus|delay|slot|layer_ids|layers_to|capture")
 OWN_TENSORS = {"lm_head": "lm_head.weight", "embed_tokens": "embed_tokens.weight"}  # of has_... and has_own_...
 
 

@@ -483,7 +483,10 @@ def draft_ids(files: HeadFiles, head: HeadConfig) -> np.ndarray | None:
             )
         if (differs := np.flatnonzero(marked != tokens)).size:
             ours, theirs = int(tokens[differs[0]]), int(marked[differs[0]])
-            raise UserError(f"{where} and t2d name different tokens, the first are {ours} and {theirs}")
+            raise UserError(
+                f"{where} and t2d name different tokens, the first are {ours} and {theirs}: d2t[i] + i must be the"
+                " tokens that t2d marks"
+            )
     return ids
 
 
