@@ -332,7 +332,7 @@ MAPS = [
     ({"t2d": marks((OUT, True))}, "t2d marks 129 tokens, and the output layer has 128 rows"),
     (
         {"t2d": np.append(marks((IN, False)), True)},
-        "and 272$|different tokens, the first are .* and 272|name different",
+        "name different tokens, the first are",
     ),
     ({"d2t": np.zeros(ROWS - 1, np.int64)}, r"tensor 'd2t' has shape \[127\], expected \[128\]"),
     ({"d2t": head_tensors(head_config())["d2t"] - 300}, "d2t maps row 0 to token -.*, outside of the vocabulary"),
