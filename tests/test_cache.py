@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,31 @@ def test_doctor_goes_on_without_a_cache_folder(run: Callable[..., str], monkeypa
     found = json.loads(run("--json"))["cache"]
     assert (found["folder"], found["entries"]) == (None, [])
     assert "home folder is not known" in found["missing"]
+
+
+@pytest.mark.parametrize("folder", ["~no_such_user/cache", "{tmp}/file", "{tmp}/file/deeper"])
+def test_a_cache_folder_that_cannot_be_used_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTPACE_CACHE", folder.format(tmp=tmp_path))
+    monkeypatch.setattr(cache, "_temporary_cache", functools.cache(cache._temporary_cache.__wrapped__))
+    with pytest.warns(UserWarning, match=r"OUTPACE_CACHE.*; until then") as said:
+        paths = [cache.entry_path(name) for name in ("profiles/a.json", "drafts/b")]
+    assert len(said) == 1
+    assert not any(tmp_path in path.parents for path in paths)
+    with cache.new_file(paths[0]) as part:
+        part.touch()
+    assert paths[0].exists()
+    shutil.rmtree(paths[0].parents[1])
+
+
+def test_an_entry_of_a_read_only_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drafts").mkdir()
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.entry_path("drafts", tmp_path) == tmp_path / "drafts"
 
 
 def test_unused_drafts_go_and_used_ones_stay(folder: Path) -> None:

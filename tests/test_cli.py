@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from outpace.core import registry, theory
 from outpace.core.errors import install_command
 from outpace.core.stats import RoundStats, summarize
 from outpace.drafters.ngram import NgramDrafter
+from outpace.models.files import cache
 
 FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tokens_per_second"} | {
     "time_to_first_token",
@@ -192,11 +194,13 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example with XDG_CACHE_HOME=/dev/null."""
-    monkeypatch.setattr("outpace.planning.profile.cache_folder", lambda: Path("/dev/null/outpace"))
+    monkeypatch.setattr("outpace.planning.profile.entry_path", cache.entry_path)
+    monkeypatch.setattr(cache, "_temporary_cache", functools.cache(cache._temporary_cache.__wrapped__))
+    monkeypatch.setenv("OUTPACE_CACHE", "/dev/null")
     code, _, err = run("generate", PROMPT, "--target", str(tiny), "--draft", str(tiny), "--max-tokens", "4")
     assert code == 0
-    (line,) = (line for line in err.splitlines() if "profile" in line)
-    assert line.startswith("warning: the profile /dev/null/outpace/profiles/")
+    (line,) = (line for line in err.splitlines() if "cache folder" in line)
+    assert line.startswith("warning: the cache folder /dev/null cannot be written")
     assert "UserWarning" not in err
 
 
@@ -230,14 +234,14 @@ def test_methods_with_names(run: Run) -> None:
     [
         ("auto", "profile.json", "method auto plans with these times for this pair; kept in profile.json"),
         ("card", "p.json", "method auto is method card, which was faster, for this pair; kept in p.json"),
-        ("auto", None, "these times are not kept: the cache folder cannot be written"),
+        ("auto", None, "method auto cannot use these times: they could not be stored"),
     ],
 )
 def test_tune_reports_the_result(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, path: str | None, said: str
 ) -> None:
     rates, kept = {"autoregressive": 100.0}, Path(path) if path else None
-    found = TuneResult({1: 0.01}, None, rates, chosen, kept)
+    found = TuneResult({1: 0.01}, {1: 0.002, 4: 0.003}, rates, chosen, kept)
     monkeypatch.setattr("outpace.bench.tune.tune", lambda *given: found)
     code, _, err = run("tune", "--target", str(tiny))
     assert (code, said in err) == (0, True)

@@ -199,15 +199,16 @@ def test_times_of_a_profile_are_scaled_to_those_of_this_run() -> None:
 
 
 @pytest.mark.parametrize("kept", [3, "x", {"greedy": 3}, {"greedy": {"coverage": None, "temperature": 1.0}}], ids=str)
-def test_a_drafters_damaged_part_of_a_profile_is_ignored_with_a_warning(tmp_path: Path, kept: Any) -> None:
+def test_a_profile_with_a_drafters_damaged_part_is_deleted_with_a_warning(tmp_path: Path, kept: Any) -> None:
     about = profiles.subject(Loaded(Toy(8), None, "a model"), None)
     profiles.write(about, LEARNT | {"drafters": {"model": kept}}, tmp_path)
     known = Mock(capabilities=Mock(learnt=PickModels()))
     known.name = "model"
     costs = CostModel()
-    with pytest.warns(UserWarning, match=r"drafters.model of the profile .* is ignored .* learnt anew"):
+    with pytest.warns(UserWarning, match=r"are damaged \(drafters\.model: .*; the file was deleted"):
         assert profiles.Profile(about, tmp_path).load(costs, [known])
     assert costs.is_timed(1, 1)
+    assert profiles.read(about, tmp_path) is None
 
 
 def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +246,27 @@ def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch:
         (None, 100_000 * "["),
     ],
 )
-def test_a_damaged_or_foreign_profile_is_ignored_with_a_warning(tmp_path: Path, old: str | None, new: str) -> None:
+def test_a_damaged_or_foreign_profile_is_deleted_with_a_warning(tmp_path: Path, old: str | None, new: str) -> None:
     path = profiles.write(ABOUT, LEARNT, tmp_path)
     assert path is not None
     text = json.dumps({"about": ABOUT, "learnt": LEARNT})
     path.write_text(new if old is None else text.replace(old, new))
-    with pytest.warns(UserWarning, match="is ignored .* measured anew"):
+    with pytest.warns(UserWarning, match=r"are damaged \(.*; the file was deleted"):
         assert profiles.read(ABOUT, tmp_path) is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("growth", {"model": [-3.6, 0.1]}),
+        ("growth", {"model": [float("nan")]}),
+        ("rounds", {"1": 0.0}),
+        ("draft", {"model": {"1": float("inf")}}),
+        ("trust", {"model": -0.1}),
+        ("method", "nosuch"),
+    ],
+)
+def test_what_the_reader_would_refuse_is_not_stored(tmp_path: Path, part: str, value: Any) -> None:
+    assert profiles.write(ABOUT, LEARNT | {part: value}, tmp_path) is None
+    assert not list(tmp_path.rglob("*.json"))

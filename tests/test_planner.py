@@ -342,6 +342,20 @@ def test_nodes_with_small_chances_are_not_verified_if_rows_cost_time() -> None:
         assert planner.chosen(tree) == chosen
 
 
+@pytest.mark.parametrize("row", [0.59, 0.6, 0.7])
+def test_rounds_whose_rows_cost_as_much_as_a_layer_adds_teach_nothing(row: float) -> None:
+    """A busy machine may make rows look so dear; the estimates stay within what a stored profile may contain."""
+    planner = planner_of(costs_of((1, 6.0), (2, 7.8), (4, 11.4), samples=3), DRAFT, budget=8)
+    planner.begin()
+    yields = planner.models[0].yields
+    before = yields.state_dict()
+    planner._row, planner._reached = row, 0.02  # a chance that was estimated to be above 1, less the price of a row
+    planner.grown(tree_of(DRAFT, 0.6), planner.models[0])
+    assert yields.state_dict() == before
+    yields.learn(0, -3.0, 0.5)
+    assert min(yields.state_dict()) >= 0.0
+
+
 def test_requests_share_the_rows_that_cost_little() -> None:
     """Up to eight rows cost nothing, each further one half a pass. Each of four requests would take all eight, and
     together they take eight, in the first round already."""

@@ -29,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Loaded]:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which profiles are kept after one round."""
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "entry_path", lambda name, cache: tmp_path / name)
     monkeypatch.setattr(profiles, "FEWEST", 1)
     return tmp_path
 

@@ -51,13 +51,13 @@ class TuneOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The measured seconds of a round by rows and of a draft step, tokens/s by method, and the chosen method.
+    """The measured seconds of a round and of a draft step, each by rows, tokens/s by method, and the chosen method.
 
     With several drafts, `drafts` has the tokens/s of each one by itself, the fastest first.
     """
 
     rounds: Mapping[int, float]
-    draft: float | None
+    draft_steps: Mapping[int, float]
     rates: Mapping[str, float]
     chosen: str
     path: Path | None
@@ -98,10 +98,13 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
         for one in singles:
             Profile(subject(target, one)).save(*_learnt(llms[f"{SINGLE}{one.name}"]))
         learned = costs.state_dict()
-    rounds = {int(rows): seconds for rows, seconds in learned["rounds"].items()}
+    rounds, steps = (
+        {int(rows): times[rows] for rows in sorted(times, key=int)}
+        for times in (learned["rounds"], learned["draft"].get(runs, {}))
+    )
     drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))
-    return TuneResult(dict(sorted(rounds.items())), learned["draft"].get(runs), rates, chosen, path, ranked)
+    return TuneResult(rounds, steps, rates, chosen, path, ranked)
 
 
 def _learnt(llm: LLM) -> tuple[CostModel, Iterable[Drafter]]:

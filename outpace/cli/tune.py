@@ -54,7 +54,7 @@ def tune(
         return
     display.stdout().print(_table(found))
     if found.path is None:
-        display.say("these times are not kept: the cache folder cannot be written")
+        display.say("method auto cannot use these times: they could not be stored")
         return
     effect = "plans with these times" if found.chosen == "auto" else f"is method {found.chosen}, which was faster,"
     display.say(f"from now on method auto {effect} for this pair; kept in {found.path}")
@@ -109,10 +109,9 @@ def _table(found: TuneResult) -> Table:
     plain = found.rates.get("autoregressive", 0.0)
     rates = {f"by {name}": rate for name, rate in found.rates.items()}
     rates |= {f"draft {place}: {name}": rate for place, (name, rate) in enumerate(found.drafts.items(), 1)}
-    for rows, seconds in found.rounds.items():
-        table.add_row(f"a round of {rows} row{'s' if rows > 1 else ''}", f"{seconds * 1e3:.2f} ms")
-    if found.draft:
-        table.add_row("a step of the draft", f"{found.draft * 1e3:.2f} ms")
+    for what, times in (("round", found.rounds), ("draft step", found.draft_steps)):
+        for rows, seconds in times.items():
+            table.add_row(f"{what} of {rows} row{'s' if rows > 1 else ''}", f"{seconds * 1e3:.2f} ms")
     for name, rate in rates.items():
         table.add_row(name, f"{rate:.1f} tokens/s" + (f"  {rate / plain:.2f}x" if plain else ""))
     return table

@@ -83,11 +83,11 @@ class LayerYields:
         return value
 
     def learn(self, layer: int, tokens: float, chance: float) -> None:
-        """Add a sample; layers from the `_LAYERS`th on share one estimate."""
+        """Add a sample; layers from the `_LAYERS`th on share one estimate. A layer never takes tokens away."""
         layer = min(layer, _LAYERS - 1)
         self._sums += [(0.0, 0.0)] * (layer + 1 - len(self._sums))
         before = self._sums[layer]
-        self._sums[layer] = before[0] * self._fade + tokens, before[1] * self._fade + chance
+        self._sums[layer] = before[0] * self._fade + max(tokens, 0.0), before[1] * self._fade + chance
 
     def state_dict(self) -> list[float]:
         return [self.value(layer) for layer in range(_LAYERS)]

@@ -27,6 +27,7 @@ _WAIT_MARGIN = 1.5
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
 _MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
+_MIN_REACHED = 0.1  # layers are not learnt from where rows cost so much that less than this is left of a certain leaf
 _UNKNOWN = 2  # maximum number of layers before the time of a draft step is known
 
 
@@ -239,8 +240,8 @@ class Planner:
             self._worth = worth
             most = self._costs.max_extra_rows(self._context.rows_of_others)
             is_cut = len(self._chances) >= rows > most  # by the limit on untimed rows, not by what pays
-            if not is_cut and self._reached:
-                most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
+            most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
+            if not is_cut and self._reached and most_reached > _MIN_REACHED:
                 model.gave((worth - before) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:
                 model.doubtful_worth = worth - before

@@ -13,7 +13,7 @@ from outpace.core import machine, registry
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256, num_cores, num_threads
 from outpace.core.types import Drafter
-from outpace.models.files.cache import cache_folder, new_file
+from outpace.models.files.cache import entry_path, new_file
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
@@ -49,11 +49,11 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
 def path_of(about: Mapping[str, Any], cache: Path | None = None) -> Path:
     """Return the path of the profile with this identity."""
     name = lazy_sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    return (cache or cache_folder()) / "profiles" / f"{name}.json"
+    return entry_path(f"profiles/{name}.json", cache)
 
 
 def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] | None:
-    """Return the stored profile or None. A damaged profile, or one of another identity, is ignored with a warning."""
+    """Return the stored profile or None. A damaged one, or one of another identity, is deleted with a warning."""
     path = path_of(about, cache)
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
@@ -63,17 +63,19 @@ def read(about: Mapping[str, Any], cache: Path | None = None) -> dict[str, Any] 
     except FileNotFoundError:
         return None
     except (OSError, *_DAMAGED) as error:
-        warnings.warn(f"the profile {path} is ignored ({error}), speeds are measured anew", stacklevel=2)
+        _discard(path, error)
         return None
 
 
 def write(about: Mapping[str, Any], learnt: Mapping[str, Any], cache: Path | None = None) -> Path | None:
-    """Store a profile atomically; return None where the folder cannot be written."""
+    """Store a profile atomically; return None if the folder cannot be written or `read` would refuse the values."""
     path = path_of(about, cache)
     try:
+        text = json.dumps({"about": about, "learnt": learnt}, indent=1, allow_nan=False)
+        _checked(json.loads(text)["learnt"])
         with new_file(path) as part:
-            part.write_text(json.dumps({"about": about, "learnt": learnt}, indent=1), encoding="utf-8")
-    except UserError:  # a full or read-only disk must not end this run
+            part.write_text(text, encoding="utf-8")
+    except (UserError, ValueError):  # a full or read-only disk must not end this run
         return None
     return path
 
@@ -101,8 +103,7 @@ class Profile:
                 try:
                     learnt.load_state_dict(kept)
                 except _DAMAGED as error:
-                    where = f"drafters.{drafter.name} of the profile {path_of(self._about, self._cache)}"
-                    warnings.warn(f"{where} is ignored ({error}), it is learnt anew", stacklevel=2)
+                    _discard(path_of(self._about, self._cache), f"drafters.{drafter.name}: {error}")
         return True
 
     def save(self, costs: CostModel, drafters: Iterable[Drafter], tuned: str | None = None) -> Path | None:
@@ -114,6 +115,16 @@ class Profile:
             if (own := drafter.capabilities.learnt) is not None:
                 learnt["drafters"][drafter.name] = own.state_dict()
         return write(self._about, learnt, self._cache)
+
+
+def _discard(path: Path, reason: object) -> None:
+    """Delete a profile that cannot be used, so that the warning about it is not repeated at every start."""
+    try:
+        path.unlink()
+        what = "was deleted"
+    except OSError:
+        what = "is ignored"
+    warnings.warn(f"the stored speeds in {path} are damaged ({reason}); the file {what}", stacklevel=3)
 
 
 def _model(loaded: Loaded) -> dict[str, Any]:

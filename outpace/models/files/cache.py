@@ -11,6 +11,8 @@ The folder also holds locks (.NAME.lock) and leftovers of killed programs (.NAME
 
 from __future__ import annotations
 
+import atexit
+import functools
 import glob
 import os
 import re
@@ -18,6 +20,7 @@ import secrets
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +60,30 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         reason = f"OUTPACE_CACHE is {own!r:.200}, whose" if own else "the cache folder is in the user's home, but this"
         raise UserError(f"{reason} home folder is not known: name a folder by OUTPACE_CACHE") from error
+
+
+def entry_path(name: str, cache: Path | None = None) -> Path:
+    """Return the path of an entry in the cache folder, or in a temporary folder, with one warning, if the cache folder
+    has no such entry and cannot be written."""
+    try:
+        path = (cache or cache_folder()) / name
+    except UserError:
+        return _temporary_cache() / name
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return path if existing == path or os.access(existing, os.W_OK | os.X_OK) else _temporary_cache() / name
+
+
+@functools.cache
+def _temporary_cache() -> Path:
+    """Make a folder that takes the place of the cache folder and is removed when this process ends."""
+    try:
+        reason = f"the cache folder {cache_folder()} cannot be written: name another one by OUTPACE_CACHE"
+    except UserError as error:
+        reason = str(error)
+    warnings.warn(f"{reason}; until then each run converts and measures anew", stacklevel=3)
+    folder = Path(tempfile.mkdtemp(prefix="outpace-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def write_error(path: Path, error: BaseException) -> UserError:

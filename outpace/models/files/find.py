@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.cache import cache_folder
 from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.reading import read_json
 from outpace.models.options import Progress, silent
@@ -27,12 +26,12 @@ FORMS = (
 def resolve(spec: str | None, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the model folder for `spec`; None means the shipped model. UserError says what is allowed.
 
-    A .gguf file is converted once, under `cache` (by default `cache_folder()`); `progress(stage, fraction)` is called.
+    A .gguf file is converted once, under `cache` (by default in the cache folder); `progress(stage, fraction)` is called.
     """
     from outpace.models.files.gguf.source import convert
 
     found = locate(spec, progress=progress)
-    return found if found.is_dir() else convert(found, cache or cache_folder(), progress)
+    return found if found.is_dir() else convert(found, cache, progress)
 
 
 def locate(spec: str | None, *, progress: Progress = silent) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.cache import DRAFTS, cache_folder, identity, make_once, mark_used, new_folder, remove_unused
+from outpace.models.files.cache import DRAFTS, entry_path, identity, make_once, mark_used, new_folder, remove_unused
 from outpace.models.files.checkpoint import EMBEDDING, INDEX, OF_TARGET, SINGLE, Checkpoint, lacks_embedding, read_index
 from outpace.models.files.find import open_source
 from outpace.models.files.gguf.source import GgufSource, is_complete_model
@@ -103,18 +103,18 @@ def unpack(draft: Path, target: Path, out: Path, progress: Progress = silent) ->
 def complete_draft(draft: Path, target: Path, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the folder of the packed draft completed from `target`, a folder or .gguf file, created once under
     `cache`."""
-    cache, config = cache or cache_folder(), read_json(draft / "config.json")
+    config = read_json(draft / "config.json")
     files = [file for file in sorted(draft.iterdir()) if file.suffix in USED]
     with open_source(target) as large:
         _check_compatible(draft, config, target, large.config)
         files += sorted({large.file_of(name) for name in _shared(tensor_shapes(from_dict(config)))})
     own = [target] if target.is_file() else [target / name for name in TOKENIZER_FILES]
     files += [file for file in own if file.is_file()]
-    folder = cache / DRAFTS / f"{identity(files)}-v{FORMAT_VERSION}"
+    folder = entry_path(f"{DRAFTS}/{identity(files)}-v{FORMAT_VERSION}", cache)
     mark_used(folder)
     progress("converting", 0.0)
     if make_once(folder, is_complete_model, lambda: unpack(draft, target, folder, progress)):
-        remove_unused(cache)
+        remove_unused(folder.parent.parent)
     return folder
 
 

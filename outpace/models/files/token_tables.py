@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def find(kind: str, named: str, given: BuildContext | None) -> Path | None:
     tokenizer = tokenizer_of(given)
     if tokenizer is None:
         return None
-    places = (place_of(kind, tokenizer), SHIPPED / file_name(kind, tokenizer))
+    places = [SHIPPED / file_name(kind, tokenizer)]
+    with suppress(UserError):  # there is no cache folder
+        places.insert(0, place_of(kind, tokenizer))
     return next((path for path in places if path.is_file()), None)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
-from outpace.models.files.cache import identity, make_once, new_folder
+from outpace.models.files.cache import entry_path, identity, make_once, new_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
@@ -189,14 +189,14 @@ def deinterleave_rope(values: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
-def convert(path: Path, cache: Path, progress: Progress = silent) -> Path:
+def convert(path: Path, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the Hugging Face folder for the GGUF file `path`, converted under `cache` if it does not exist yet.
 
     `progress(stage, fraction)` is called meanwhile, fraction from 0 to 1. Processes that convert the same file
     concurrently wait for the first. Raises UserError: not a GGUF file, damaged, an unsupported model, or a disk error.
     """
     parts = [part for part in part_files(path) if part == path or part.is_file()]
-    folder = cache / f"{path.stem[:LONGEST_NAME]}-{identity(parts)}-v{FORMAT_VERSION}"
+    folder = entry_path(f"{path.stem[:LONGEST_NAME]}-{identity(parts)}-v{FORMAT_VERSION}", cache)
     make_once(
         folder,
         partial(is_complete_model, files=FILES),
