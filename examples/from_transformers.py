@@ -11,8 +11,9 @@ except ImportError:
     sys.exit("this example needs `pip install transformers`")
 
 import outpace
+from outpace.models.files.find import resolve
 
-name = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
+name = sys.argv[1] if len(sys.argv) > 1 else str(resolve(None))  # the shipped model, as a Hugging Face folder
 try:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 except OSError as error:  # raised by transformers without such a model or a connection

@@ -1,6 +1,6 @@
-"""Mine 20 questions, train a judge, and answer with it (lossy). Run: python examples/judge.py [TARGET [DRAFT]]
+"""Mine 30 questions, train a judge, and answer with it (lossy). Run: python examples/judge.py [TARGET [DRAFT]]
 
-Needs `pip install -e '.[judge]'`. Twenty questions show how it works; a useful judge takes hundreds.
+Needs `pip install -e '.[judge]'`. Thirty questions show how it works; a useful judge takes hundreds.
 """
 
 import json
@@ -15,7 +15,7 @@ from outpace.distill.mining import MiningOptions
 target, draft = (*sys.argv[1:], "layers:0")[:2] if sys.argv[1:] else (None, None)
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    lines = ({"turns": [f"What is {number} + 4? Explain."], "reference": number + 4} for number in range(20))
+    lines = ({"turns": [f"What is {number} + 4? Explain."], "reference": number + 4} for number in range(30))
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with outpace.LLM(target, draft) as llm:
         options = JudgeOptions([folder / "sums.jsonl"], folder / "judge", MiningOptions(max_tokens=32))

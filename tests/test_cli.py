@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,42 @@ def test_a_failing_drafter_is_one_warning(run: Run, tiny: Path, monkeypatch: pyt
     assert err.startswith(f"warning: the drafter {'' if method == 'card' else 'ngram '}failed")
 
 
-def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor_file, "collect", lambda quiet: 1 / 0)
-    with pytest.raises(SystemExit) as end:
-        main(["doctor"])
-    assert end.value.code == 1
-    assert "ZeroDivisionError" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero; this is a bug in outpace"),
+        (MemoryError("std::bad_alloc"), "MemoryError: std::bad_alloc; memory ran out"),
+        (KeyError(), "KeyError; this is a bug"),
+        (RuntimeError("two\nlines"), "RuntimeError: two; this is a bug"),
+    ],
+)
+def test_an_unexpected_error_is_one_line_with_its_traceback_in_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: Exception,
+    said: str,
+) -> None:
+    def fail(quiet: bool) -> None:
+        raise error
+
+    def ended() -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["doctor"])
+        assert end.value.code == 1
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(doctor_file, "collect", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (line,) = ended().splitlines()
+    assert line.startswith(f"error: {said}")
+    (file,) = tmp_path.iterdir()
+    assert line.endswith(str(file))
+    text = file.read_text()
+    assert "in fail" in text
+    assert "typer" not in text
+    monkeypatch.setenv("OUTPACE_TRACEBACK", "1")
+    assert ended().startswith("Traceback")
 
 
 def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.core.machine import available_bytes
 from outpace.engine.build import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 from outpace.models.heads.load import target_of_head
-from outpace.models.load import Progress, find_head, fit_draft, load_draft, load_model, open_draft, silent
+from outpace.models.load import Progress, check_files, find_head, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -49,11 +52,40 @@ def load_pair(
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):
         check_pair(options, None if draft is None or isinstance(draft, Loaded) else build.draft_device)
-        target = load_model(target, options, tokenizer=tokenizer, progress=progress)
+        with _checked_early((target, options), (draft, draft_options), build.needs_same_tokens, progress) as checked:
+            target = load_model(target, options, tokenizer=tokenizer, progress=checked)
     if draft is not None and not isinstance(draft, Loaded):
         same_tokens = build.needs_same_tokens
         draft = load_draft(draft, target, draft_options, progress=progress, same_tokens=same_tokens)
     return target, draft
+
+
+@contextmanager
+def _checked_early(
+    target: tuple[Any, LoadOptions], draft: tuple[Any, LoadOptions], same_tokens: bool, progress: Progress
+) -> Iterator[Progress]:
+    """Check the files of a pair in another thread while the target loads; the progress function that is yielded raises
+    UserError as soon as the pair is known not to fit."""
+    if not all(_is_local_model(spec) for spec, _ in (target, draft)):
+        yield progress
+        return
+    pool = ThreadPoolExecutor(1)
+    reason = pool.submit(check_files, (target, draft), same_tokens, available_bytes())
+
+    def checked(stage: str, fraction: float) -> None:
+        if reason.done() and (message := reason.result()):
+            raise UserError(message)
+        progress(stage, fraction)
+
+    try:
+        yield checked
+    finally:
+        pool.shutdown(wait=False)
+    checked("loading", 1.0)
+
+
+def _is_local_model(spec: Any) -> bool:
+    return isinstance(spec, str | Path) and Path(spec).expanduser().exists() and find_head(spec) is None
 
 
 def _load_several(

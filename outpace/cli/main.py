@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterable, Sequence
 from importlib import import_module
@@ -92,14 +94,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    """Show a usage error of typer, which has these two attributes, as a sentence; any other error with its traceback.
+    """Show a usage error of typer, which has these two attributes, as a sentence; report any other error as a bug.
 
     The class is not tested, since typer brings its own copy of click from 0.20 on.
     """
     message, code = getattr(error, "format_message", None), getattr(error, "exit_code", None)
     if message is None or code is None:
-        traceback.print_exception(error)
-        return 1
+        return _report_bug(error)
     text = message().rstrip(".").replace(". Did", "; did")
     for kind, allowed in (("number|float", "a number"), ("integer", "a whole number")):
         said = rf"(Input should be a valid ({kind})\b|'.*' is not a valid ({kind})).*"  # by pydantic or click
@@ -110,6 +111,36 @@ def _unexpected(error: Exception) -> int:
         text += f", there are {', '.join(sorted(COMMANDS))}"
     display.say(f"error: {text[:1].lower()}{text[1:]}", "red")
     return int(code)
+
+
+def _report_bug(error: Exception) -> int:
+    """Show an unexpected error in one line, with its traceback in a file; with OUTPACE_TRACEBACK=1 show the traceback.
+
+    The frames of the command line's library are left out.
+    """
+    frames = [error.__traceback__]
+    while (last := frames[-1]) is not None:
+        frames.append(last.tb_next)
+    own = [one for one in frames if one is not None and _is_command(one.tb_frame.f_globals.get("__name__", ""))]
+    text = "".join(traceback.format_exception(type(error), error, own[0] if own else frames[0]))
+    if os.environ.get("OUTPACE_TRACEBACK", "0") != "0":
+        sys.stderr.write(text)
+        return 1
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="outpace-", suffix=".log", delete=False, encoding="utf-8") as file:
+            file.write(text)
+        where = f"the traceback is in {file.name}"
+    except OSError:
+        where = "OUTPACE_TRACEBACK=1 shows the traceback"
+    what = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
+    is_memory = isinstance(error, MemoryError)
+    why = "memory ran out, a smaller model or none as draft may fit" if is_memory else "this is a bug in outpace"
+    display.say(f"error: {what}; {why}; {where}", "red")
+    return 1
+
+
+def _is_command(module: str) -> bool:
+    return module.startswith("outpace.cli.") and module not in ("outpace.cli.main", "outpace.cli.flags")
 
 
 if __name__ == "__main__":

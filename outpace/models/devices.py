@@ -13,10 +13,10 @@ from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, torch
 from outpace.core.machine import available_bytes, free_bytes
 from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.native.binding import read_formats
 from outpace.models.llama.weight_sources import source_of
-from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
+from outpace.models.options import AUTO, CUDA, FILE, FLOATS, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
 OVERHEAD = 1.05  # factor for libraries, and for preparing one tensor at a time
@@ -132,8 +132,7 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     """
     if not options.is_on_cpu:
         return
-    kv_dtype = options.kv_dtype_or("float32" if formats is None else NATIVE_KV)
-    free, text = available_bytes(), LEAST * token_bytes(config, kv_dtype)
+    free, text = available_bytes(), _text_bytes(config, options, formats)
     chosen, choices = _weight_bytes(source, config, options, formats)
     needed = choices[chosen] + text
     if needed <= free:
@@ -144,6 +143,18 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     smaller = f"a model of at most {most:.1f} billion weights fits so" if most >= FEWEST else "make some of it free"
     what = f"{needed / GIB:.1f} GiB of memory in {chosen}, with keys and values for {LEAST} tokens"
     raise UserError(f"{source.path} needs {what}, and {free / GIB:.1f} are free: {' and '.join(fitting) or smaller}")
+
+
+def host_bytes(source: Any, options: LoadOptions) -> int:
+    """Return the bytes that a model on a CPU needs at least: its weights, and keys and values for a short text."""
+    config, is_by_torch = from_dict(source.config), options.dtype in FLOATS or options.has_graphs
+    formats = None if is_by_torch else read_formats(kernels)
+    chosen, choices = _weight_bytes(source, config, options, formats)
+    return choices[chosen] + _text_bytes(config, options, formats)
+
+
+def _text_bytes(config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> int:
+    return LEAST * token_bytes(config, options.kv_dtype_or("float32" if formats is None else NATIVE_KV))
 
 
 def _weight_bytes(

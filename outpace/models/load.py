@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models import runtimes
-from outpace.models.devices import check_options
+from outpace.models.devices import GIB, check_options, host_bytes
 from outpace.models.files.cache import weights_digest
-from outpace.models.files.find import locate
+from outpace.models.files.find import locate, open_source
 from outpace.models.files.packed import complete_draft, is_packed
 from outpace.models.files.pairs import find_draft
 from outpace.models.files.reading import read_optional_json
@@ -22,6 +22,7 @@ from outpace.models.heads.load import kind_of_head, load_head
 from outpace.models.heads.steering import attach_steering
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
+from outpace.models.text.tokenizer import first_difference, tokenizer_of
 
 MTP_DRAFT = "mtp"  # the MTP layer in the target's own files
 LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0-24,26-29
@@ -146,12 +147,41 @@ def open_draft(
     return replace(load_model(whole, options, tokenizer=tokenizer, progress=progress), name=str(spec))
 
 
+def check_files(models: Sequence[tuple[Any, LoadOptions]], same_tokens: bool, free: int) -> str | None:
+    """Return why a target and its draft cannot be loaded together, as far as the headers of their files show.
+
+    `free`: bytes of free memory. Returns None for names that are not local files, and where loading will fail or choose
+    another runtime.
+    """
+    (target, target_options), (draft, draft_options) = models
+    try:
+        with open_source(locate(target)) as large, open_source(locate(draft)) as small:
+            differs = first_difference(large.vocabulary(), small.vocabulary()) if same_tokens else None
+            if differs and type(large) is not type(small):  # other formats may spell the same token in another way
+                differs = tokenizer_of(large).tokens_differ(tokenizer_of(small))
+            if differs:
+                return misfit(target, draft, differs)
+            sizes = host_bytes(large, target_options), host_bytes(small, draft_options)
+    except UserError:
+        return None
+    if sum(sizes) <= free or max(sizes) > free:
+        return None
+    needs = " and ".join(f"{size / GIB:.1f}" for size in sizes)
+    what = f"{target} and the draft {draft} need {needs} GiB of memory, and {free / GIB:.1f} are free"
+    return f"{what}: choose a smaller draft, or none"
+
+
+def misfit(target: str, draft: str, differs: str) -> str:
+    """Return the sentence about a draft with other tokens than its target's."""
+    advice = "drafter translated takes a draft with another tokenizer"
+    return f"the draft {draft} does not fit the target {target}: {differs}; {advice}"
+
+
 def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     """Return the draft limited to the target's tokens, with its steering if it has one; UserError if their tokens
     differ or the steering does not fit."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
     if differs:
-        advice = "drafter translated takes a draft with another tokenizer"
-        raise UserError(f"the draft {draft.name} does not fit the target {target.name}: {differs}; {advice}")
+        raise UserError(misfit(target.name, draft.name, differs))
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
     return attach_steering(draft, target)

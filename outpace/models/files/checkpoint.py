@@ -15,7 +15,14 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.model_kind import has_language_model, language_model_names, text_config
-from outpace.models.files.reading import DTYPES, RawTensor, SafetensorsEntry, SafetensorsFile, read_json
+from outpace.models.files.reading import (
+    DTYPES,
+    RawTensor,
+    SafetensorsEntry,
+    SafetensorsFile,
+    read_json,
+    read_optional_json,
+)
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
@@ -53,6 +60,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __exit__(self, *error: object) -> None:
         """Do nothing: a mapping is released with its last array."""
+
+    def vocabulary(self) -> dict[int, str]:
+        """Return the tokens by id as tokenizer.json lists them, without building the tokenizer; empty if it lists
+        none."""
+        found = read_optional_json(self.path / "tokenizer.json")
+        vocab, added = (found.get("model") or {}).get("vocab"), found.get("added_tokens") or ()
+        tokens = {index: token for token, index in vocab.items()} if isinstance(vocab, dict) else {}
+        return tokens | {entry["id"]: entry["content"] for entry in added if tokens}
 
     def names(self) -> list[str]:
         return sorted(self._places)

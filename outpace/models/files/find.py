@@ -26,7 +26,7 @@ FORMS = (
 def resolve(spec: str | None, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the model folder for `spec`; None means the shipped model. UserError says what is allowed.
 
-    A .gguf file is converted once, under `cache` (by default in the cache folder); `progress(stage, fraction)` is called.
+    A .gguf file is converted once, in `cache` or the cache folder; `progress(stage, fraction)` is called.
     """
     from outpace.models.files.gguf.source import convert
 

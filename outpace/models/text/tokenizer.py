@@ -233,12 +233,7 @@ class Tokenizer:
 
         Padding rows of the longer vocabulary are no difference.
         """
-        are_equal = self.words == other.words  # fast path
-        for index in range(0 if are_equal else min(self.size, other.size)):
-            mine, others = self.words.get(index), other.words.get(index)
-            if mine != others and mine is not None and others is not None:
-                return f"id {index} is {mine!r} in one and {others!r} in the other"
-        return None
+        return first_difference(self.words, other.words)
 
     @cached_property
     def words(self) -> Mapping[int, str]:
@@ -355,6 +350,14 @@ def _ids(file: Path, value: Any) -> list[int]:
     if any(isinstance(index, bool) or not isinstance(index, int) for index in ids):
         raise UserError(f"{file}: eos_token_id is {value!r:.50}, it must be an id or a list of ids")
     return ids
+
+
+def first_difference(one: Mapping[int, str], other: Mapping[int, str]) -> str | None:
+    """Return None if two vocabularies, tokens by id, agree on all ids that they share, else a phrase with the first
+    difference."""
+    shared = () if one == other else sorted(one.keys() & other.keys())
+    index = next((index for index in shared if one[index] != other[index]), None)
+    return None if index is None else f"id {index} is {one[index]!r} in one and {other[index]!r} in the other"
 
 
 def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:

@@ -55,6 +55,10 @@ class GgufSource(AbstractContextManager["GgufSource"]):
     def __exit__(self, *error: object) -> None:
         """Do nothing: the mapping is released with the last array."""
 
+    def vocabulary(self) -> dict[int, str]:
+        """Return the tokens by id, without building the tokenizer."""
+        return dict(enumerate(self._header.metadata.get("tokenizer.ggml.tokens", ())))
+
     @cached_property
     def tokenizer(self) -> GgufTokenizer:
         """The tokenizer, built at first use; UserError if it is damaged or has more tokens than the embedding has rows.
