@@ -154,7 +154,7 @@ def test_a_bad_option_is_one_sentence_and_exit_2(run: Run, tiny: Path, words: li
             ["foo"],
             "no such command 'foo', there are bench, chat, demo, distill, doctor, draft-worker, edge, forecast, ",
         ),
-        (["doctor", "--colour"], "no such option: --colour"),
+        (["doctor", "--colour"], "unknown option --colour; "),
         (["generate", "x", "--target", "none.gguf"], "'none.gguf' does not exist"),
         (["demo", "--rounds", "0"], "rounds is 0"),
     ],

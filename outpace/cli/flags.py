@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Annotated, Any, get_type_hints
 
 import typer
-import typer.core
 
+from outpace.cli.help import Command
 from outpace.core.errors import UserError
 
 
@@ -89,7 +89,7 @@ def _build(group: Any, given: dict[str, Any], texts: Mapping[str, str] | None = 
     return group(**values)
 
 
-class PassthroughCommand(typer.core.TyperCommand):
+class PassthroughCommand(Command):
     """A command that collects unknown flags in `ctx.obj` as {name_with_underscores: text}.
 
     UserError for a flag that no method, drafter or rule has, with the nearest name. The library checks which of them
@@ -98,7 +98,7 @@ class PassthroughCommand(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remove the passed-through flags, wherever they are, and parse the rest."""
-        is_switch = {"--help": True}
+        is_switch = dict.fromkeys(ctx.help_option_names, True)
         for param in self.params:
             if param.param_type_name == "option":
                 is_switch |= dict.fromkeys([*param.opts, *param.secondary_opts], bool(getattr(param, "is_flag", False)))
@@ -138,10 +138,14 @@ def _option_name(given: str, own: Iterable[str]) -> str:
         return name
     if given == "--version":
         raise UserError("--version is an option of the program, not of a command: `outpace --version`")
-    allowed = {name.removeprefix("--") for name in own} | {name.replace("_", "-") for name in options}
-    near = difflib.get_close_matches(given.removeprefix("--"), sorted(allowed), n=1, cutoff=0.7)
-    lists = "--help lists the command's own options, `outpace methods NAME` those of a method"
-    raise UserError(f"unknown option {given}; {f'did you mean --{near[0]}?' if near else lists}")
+    raise unknown_option(given, [*own, *(f"--{name.replace('_', '-')}" for name in options)])
+
+
+def unknown_option(given: str, allowed: Iterable[str]) -> UserError:
+    """Return the error for an option that a command does not have, with the nearest one that it has."""
+    near = difflib.get_close_matches(given, sorted(allowed), n=1, cutoff=0.7)
+    lists = "--help-all lists the options of a command, `outpace methods NAME` those of a method"
+    return UserError(f"unknown option {given}; {f'did you mean {near[0]}?' if near else lists}")
 
 
 def numbers(text: str, kind: Callable[[str], Any], says: str) -> list[Any]:

@@ -14,11 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.flags import PassthroughCommand
+from outpace.cli.flags import PassthroughCommand, unknown_option
+from outpace.cli.help import Command
 from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
 WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
+HELP = {"help_option_names": ["--help", "--help-all"]}
 # Commands that Ctrl-C may end at any point.
 INTERRUPTIBLE = ("demo", "bench", "distill", "judge", "tune", "simulate", "edge", "forecast")
 COMMANDS = (
@@ -34,14 +36,13 @@ def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
         help="Language models that write faster without changing what they write.",
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
-        add_completion=False,
     )
     interruptible = process.at_any_point()
     for name in names:
         module = name.replace("-", "_")
         function = getattr(import_module(f"outpace.cli.{module}"), module)
-        options: dict[str, Any] = {"cls": PassthroughCommand} if name in WITH_PASSTHROUGH else {}
-        app.command(**options)(interruptible(function) if name in INTERRUPTIBLE else function)
+        kind = PassthroughCommand if name in WITH_PASSTHROUGH else Command
+        app.command(cls=kind, context_settings=HELP)(interruptible(function) if name in INTERRUPTIBLE else function)
     app.callback(invoke_without_command=True)(outpace)
     return app
 
@@ -102,6 +103,9 @@ def _unexpected(error: Exception) -> int:
     if message is None or code is None:
         return _report_bug(error)
     text = message().rstrip(".").replace(". Did", "; did")
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    if context is not None and option is not None and hasattr(error, "possibilities"):  # there is no such option
+        text = str(unknown_option(option, [name for one in context.command.get_params(context) for name in one.opts]))
     for kind, allowed in (("number|float", "a number"), ("integer", "a whole number")):
         said = rf"(Input should be a valid ({kind})\b|'.*' is not a valid ({kind})).*"  # by pydantic or click
         text = re.sub(said, f"it must be {allowed}", text)

@@ -104,16 +104,12 @@ def _bias(given: Sequence[str]) -> dict[int, float]:
 
 
 METHOD = "Method"
-TARGET = (
-    "Target model: hub id, folder or .gguf file; the default is the shipped model. In generate and chat also"
-    " grpc://HOST:PORT (grpcs:// with TLS): a server on another machine (outpace serve --draft-port), for which the"
-    " draft model drafts here."
-)
+TARGET = "Target model: hub id, folder or .gguf file; the default is the shipped model."
+TARGET_NAMES = ("--target", "--model", "-m")
 DRAFT = (
     "Draft model, or a trained head of the target: hub id, folder or .gguf file; auto (a known small model of the same"
-    " family); mtp (a layer in MiMo's files); some of the target's layers, as in layers:0-24,26-29; or none. The"
-    " default is the shipped draft for the shipped model, else none. May be repeated: each round then uses the best of"
-    " these draft models."
+    " family); mtp (a layer in MiMo's files); layers:0-24,26-29 (these layers of the target); or none. The default is"
+    " the shipped draft for the shipped model, else none. May be repeated: each round uses the best."
 )
 DRAFTER = "Drafters, joined by +, as in model+ngram; outpace methods lists them. The default depends on the method."
 LOAD_FLAGS = {  # the fields of LoadOptions that are flags
@@ -143,7 +139,7 @@ class ModelFlags:
     """The models to load, and the decoding method."""
 
     panel: ClassVar[str] = "Model"
-    target: str | None = flag(None, TARGET)
+    target: str | None = flag(None, TARGET, *TARGET_NAMES)
     draft: list[str] | None = flag(None, DRAFT)
     options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": LOAD_FLAGS})
     draft_device: str | None = flag(None, "Device of the draft; the default is the target's.")
