@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -77,7 +78,8 @@ def answers(llm: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 @contextmanager
 def benching(tiny: Path, prompts: Path, folder: Path, answers: stand_ins.Answers = ()) -> Iterator[Run]:
-    """Yield a function that runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr."""
+    """Yield a function that runs a bench on the tiny model, with the stand-in peers: exit code, stdout, stderr. Stdout
+    is JSON, or with `is_table` the table."""
     (folder / "peers").mkdir()
     threads = torch.get_num_threads()
     model = ("--target", tiny, "--runtime", "llama", "--dtype", "float32")
@@ -86,7 +88,8 @@ def benching(tiny: Path, prompts: Path, folder: Path, answers: stand_ins.Answers
         stand_ins.install(folder / "peers", answers, patch)
         patch.setattr(bench_run, "REST", 0.0)
         patch.setattr("outpace.core.machine.BUFFER", 8192)
-        yield lambda *words: run_command("bench", *model, "--tasks", prompts, "--max-tokens", MAX_TOKENS, *words)
+        common = ("bench", *model, "--tasks", prompts, "--max-tokens", MAX_TOKENS)
+        yield lambda *words, is_table=False: run_command(*common, *words, *(() if is_table else ("--json",)))
     torch.set_num_threads(threads)
 
 
@@ -104,7 +107,7 @@ def by_label(out: str, task: str = "all", batch: int = 1) -> dict[str, dict[str,
 
 def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) -> None:
     methods = ("card:worker=inline", "speculative:drafter=ngram,draft_length=2")
-    kept = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "bench.png")
+    kept = ("--out", tmp_path / "out", "--plot", tmp_path / "bench.png")
     what = ("--draft", tiny, "--methods", ",".join(methods), "--peers", "right,coarse", "--batch", "1,2")
     code, out, _ = run(*what, *kept)
     assert code == 0
@@ -122,26 +125,35 @@ def test_methods_and_peers_side_by_side(run: Run, tiny: Path, tmp_path: Path) ->
     assert (found["right"]["method"], found["right"]["peer"]) == (None, "right")
     together = by_label(out, batch=2)
     assert [row["equal_text"] for row in together.values()] == [True] * 3, "own methods only"
-    assert json.loads((tmp_path / "rows.json").read_text()) == last_line(out)["rows"]
+    assert json.loads((tmp_path / "out" / "rows.json").read_text()) == last_line(out)["rows"]
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert {"processor", "versions", "commit", "command", "floor_seconds", "weight_bytes"} <= last_line(out).keys()
-    assert "tokens/s by plain decoding, if memory is the limit" in " ".join(out.split()), "the floor is an estimate"
+    _, table, _ = run(*what, *kept, is_table=True)  # nothing is measured again
+    assert max(map(len, table.splitlines())) <= 80
+    assert re.search(
+        r"(is fastest: \d+\.\d\dx plain decoding|is fastest; .*), all \d+ texts equal$", " ".join(table.split())
+    )
+    _, table, _ = run(*what, *kept, "--wide", is_table=True)
+    assert "tokens/s by plain decoding, if memory is the limit" in " ".join(table.split()), "the floor is an estimate"
 
 
-def test_a_peer_that_fails_is_a_row_and_the_others_continue(run: Run) -> None:
+def test_a_peer_that_fails_is_a_row_and_the_others_continue(run: Run, tmp_path: Path) -> None:
     """Peers that write another text, raise, write nothing, die, are not installed or do not start, and a right one."""
     peers = ("wrong", "failing", "silent", "dying", "right")
-    code, out, err = run("--methods", "speculative", "--peers", ",".join(("absent", "crashing", *peers)))
+    kept = ("--out", tmp_path / "out")
+    code, out, err = run("--methods", "speculative", "--peers", ",".join(("absent", "crashing", *peers)), *kept)
     assert code == 0
+    again = ("--methods", "speculative", "--peers", "failing", *kept)
+    table = " ".join(run(*again, is_table=True)[1].split())
     found = by_label(out)
     assert list(found) == ["autoregressive", "speculative", *peers]
     wrong = found["wrong"]
     assert (wrong["equal_text"], wrong["different"], wrong["compared"]) == (False, 3, 3)
     assert wrong["divergence"]["position"] == 3
     assert wrong["divergence"]["score_gap"] > 0, "greedy decoding took the token that the target scores highest"
-    assert "wrote token" in out
+    assert "wrote token" in table
     assert (found["failing"]["failed"], found["failing"]["reason"]) == (3, "RuntimeError: out of paper")
-    assert "failing failed on 2 answers of two: RuntimeError: out of paper" in out
+    assert "failing failed on 2 answers of two: RuntimeError: out of paper" in table
     assert (found["silent"]["failed"], found["silent"]["tokens_per_second"]) == (3, None)
     died = "PeerProcessError: its process ended with status 3"
     assert (found["dying"]["failed"], found["dying"]["reason"]) == (3, died)
@@ -237,8 +249,7 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--turns", "0"), "turns is 0"),
         (("--rounds", "0"), "rounds is 0"),
         (("--tasks", "/nowhere/p.jsonl"), "/nowhere/p.jsonl cannot be read"),
-        (("--json", "/nowhere/rows.json"), "--json is /nowhere/rows.json, but there is no folder /nowhere"),
-        (("--json", "{here}"), "which is a folder; name a file"),
+        (("--plot", "/nowhere/b.png"), "--plot is /nowhere/b.png, but there is no folder /nowhere"),
         (("--out", "{here}/file/below"), "--out is {here}/file/below, but {here}/file is a file"),
         (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
         (("--plot", "{here}/b.png"), "--plot needs `pip install matplotlib`; leave it out for the table alone"),
@@ -267,7 +278,7 @@ def test_files_that_cannot_be_written_are_reported_after_the_line_of_json(
 
     monkeypatch.setattr("outpace.bench.report.write_json", full)
     monkeypatch.setattr("outpace.bench.plot.plot", lambda found, facts, file: full(file))
-    kept = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "b.png", "--out", tmp_path / "out")
+    kept = ("--plot", tmp_path / "b.png", "--out", tmp_path / "out")
     code, out, err = run("--methods", "speculative", *kept)
     assert code == 2
     assert by_label(out)["speculative"]["prompts"] == 3
@@ -316,9 +327,10 @@ def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest
 def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
     _, plain, _ = run("--methods", "speculative")
-    code, out, _ = run("--methods", "speculative", "--inflate", "8B", "--plot", tmp_path / "p.svg")
+    wide = ("--methods", "speculative", "--inflate", "8B", "--out", tmp_path / "out")
+    code, out, _ = run(*wide, "--plot", tmp_path / "p.svg")
     assert code == 0
-    assert "INFLATED to 8B" in out
+    assert "INFLATED to 8B" in run(*wide, is_table=True)[1]
     assert {row["inflate"] for row in last_line(out)["rows"]} == {"8B"}
     assert "INFLATED" in (tmp_path / "p.svg").read_text()
     assert last_line(out)["weight_bytes"] > last_line(plain)["weight_bytes"]
@@ -382,7 +394,7 @@ def test_a_bench_of_rules_judges_its_texts_and_continues(run: Run, tiny: Path, t
     assert found["speculative:rule=gumbel"]["relaxed"] is None
     assert {(row["scored"], row["accuracy"]) for row in found.values()} == {(2, 0.0)}
     assert found["speculative:rule=gumbel"]["predicted_length"] > 1
-    assert f"{lossy} is lossy" in out
+    assert f"{lossy} is lossy" in run("--draft", tiny, *tasks, *rules, *kept, is_table=True)[1]
     ElementTree.fromstring((tmp_path / "plot.svg").read_text())
     written = (tmp_path / "out" / ANSWERS).read_text()
     code, again, _ = run("--draft", tiny, *tasks, *rules, *kept)

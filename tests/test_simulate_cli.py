@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,13 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_an_assumed_acceptance() -> None:
-    code, out, err = run("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL)
+    words = ("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL)
+    code, out, err = run(*words)
     assert code == 0, err
     assert "sequential, chain" in out
+    assert re.search(r"^fastest: CARD at .* all texts equal$", out.splitlines()[-1])
+    code, out, err = run(*words, "--json")
+    assert len(out.splitlines()) == 1
     found = last_line(out)
     assert [row["method"] for row in found["rows"]] == ["autoregressive", "speculative-chain", "card"]
     assert (found["nodes"], found["width"], found["devices"]) == (8, 3, 2)
@@ -37,18 +42,17 @@ def test_an_assumed_acceptance() -> None:
 def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
     synthetic_trace(0.5, 2, 40).save(tmp_path / "a.trace")
     times = ("--target-times", "1:6,8:7", "--draft-times", "1:1,4:1.2", "--devices", "1")
-    files = ("--json", tmp_path / "rows.json")
+    files = ("--out", tmp_path / "rows.json")
     code, out, err = run("--trace", tmp_path / "a.trace", "--markdown", "--methods", "card", *SMALL, *times, *files)
     assert code == 0, err
     assert out.startswith("| T_target / T_draft | 6 measured |")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert rows == last_line(out)["rows"]
     assert rows[-1]["ratio"] == 6.0
 
 
 def test_a_pipeline_multiplies_what_drafting_gains() -> None:
     given = ("--acceptance", "0.7", "--methods", "speculative-chain", *SMALL)
-    near, far = (last_line(run(*given, *more)[1])["rows"] for more in ((), ("--stages", "4", "--hop", "5")))
+    near, far = (last_line(run(*given, *more, "--json")[1])["rows"] for more in ((), ("--stages", "4", "--hop", "5")))
     assert far[1]["speedup"] > near[1]["speedup"]
     assert far[1]["ratio"] == 4.0 * 21
     assert "which needs a pipeline" in run(*given, "--hop", "1")[2]
@@ -60,6 +64,8 @@ def test_delays_have_a_column_and_a_plot(tmp_path: Path) -> None:
     code, out, err = run(*given, "--plot", tmp_path / "a.svg", "--markdown")
     assert code == 0, err
     assert out.startswith("| T_target / T_draft | delay | 4 |")
+    assert f"plot: {tmp_path / 'a.svg'}" in err
+    out = run(*given, "--json")[1]
     rows = last_line(out)["rows"]
     assert [row["delay"] for row in rows] == [None, None, *2 * [0.0, 1.0, 4.0]]
     for method in ("card", "planned"):
@@ -97,13 +103,12 @@ def test_a_plot_shows_all_points_of_all_panels(tmp_path: Path, monkeypatch: pyte
         (("--acceptance", "0.5", "--delay", "-1"), "delay is -1"),
         (("--acceptance", "0.5", "--delay", "nan"), "delay is nan"),
         (("--acceptance", "0.5", "--delay", "1", "--devices", "1"), "a delay needs two devices"),
-        (("--acceptance", "0.5", "--plot", "a.svg"), "name several with --delay"),
         (("--acceptance", "0.5", "--width", "0"), "width is 0"),
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
         (("--acceptance", "0.5", "--methods", "lookahead"), "name the models with --target, --draft"),
         (("--acceptance", "0.5", "--draft", "auto"), "give it with --trace FILE"),
         (("--acceptance", "0.5", "--tasks", "gsm8k"), "--tasks selects answers of a trace"),
-        (("--acceptance", "0.5", "--json", "/nowhere/r.json"), "--json is /nowhere/r.json, but there is no folder"),
+        (("--acceptance", "0.5", "--out", "/nowhere/r.json"), "--out is /nowhere/r.json, but there is no folder"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(
@@ -116,15 +121,14 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert len(err.strip().splitlines()) == 1
 
 
-def test_files_that_cannot_be_written_are_reported_after_the_line_of_json(
+def test_files_that_cannot_be_written_are_reported_after_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    code, out, err = run("--acceptance", "0.7", "--methods", "card", *SMALL, "--json", tmp_path / "rows.json")
+    code, out, err = run("--acceptance", "0.7", "--methods", "card", *SMALL, "--out", tmp_path / "rows.json")
     assert code == 2
     assert "CARD" in out
-    assert len(last_line(out)["rows"]) == 2
     assert "rows.json cannot be written" in err

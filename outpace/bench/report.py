@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.api.llm import LLM
-from outpace.bench.contenders import is_lossy_label
+from outpace.bench.contenders import PLAIN, is_lossy_label
 from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
 from outpace.core import machine
@@ -30,6 +30,12 @@ CAPTION = (
     " decoding of the same prompts; worst: of one prompt. First: to the first token (median); p50, p99: between two"
     " rounds' arrivals. Same text: as plain decoding at the same"
     " temperature and precision, answers compared."
+)
+SHORT_COLUMNS = ("tokens/s", "speedup", "worst", "accepted\nlength", "same\ntext")  # without --wide
+MEASURED_QUALITY = ("relaxed", "perplexity", "right")
+SHORT_CAPTION = (
+    "tokens/s: decoding only. Speedup: over plain decoding of the same prompts; worst: of one prompt. Accepted length:"
+    " tokens per target pass. --wide shows more."
 )
 COST_CAPTION = (
     " Joules: of the whole machine, prefill included. Peak: memory of a process with this method and its workers alone."
@@ -59,24 +65,55 @@ def about(llm: LLM, command: str, device: str) -> dict[str, Any]:
     return facts | {"gigabytes_per_second": round(rate / 1e9, 2), "floor_seconds": round(size / rate, 6)}
 
 
-def tables(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> RenderableType:
-    """Build everything that is shown at the end of a bench."""
+def tables(rows: Sequence[TableRow], facts: Mapping[str, Any], is_wide: bool = False) -> RenderableType:
+    """Build what is shown at the end of a bench: the rows over all tasks and what they show; with `is_wide` also those
+    of each task, all columns, predictions, acceptance by position, and the machine."""
     single = [row for row in rows if row.batch == 1]
-    costs = [(name, show) for name, show in COST_COLUMNS if any(show(row) != "-" for row in single)]
-    caption = CAPTION + COST_CAPTION if costs else CAPTION
-    parts: list[RenderableType] = [_title(facts), _table((*SPEED_COLUMNS, *costs), single, caption)]
-    quality = quality_table(single)
-    parts += [quality] if quality is not None else []
+    whole = rows[-1].task if rows and rows[0].task == rows[-1].task else ALL
+    costs, quality = _columns_in_use(COST_COLUMNS, single), _columns_in_use(QUALITY_COLUMNS, single)
+    parts: list[RenderableType] = [_title(facts)]
+    if is_wide:
+        caption = CAPTION + COST_CAPTION if costs else CAPTION
+        parts.append(_table((*SPEED_COLUMNS, *costs), single, caption))
+        predictions = quality_table(single)
+        parts += [predictions] if predictions is not None else []
+    else:
+        columns = [column for column in SPEED_COLUMNS if column[0] in SHORT_COLUMNS]
+        measured = [column for column in quality if column[0] in MEASURED_QUALITY]
+        shown = [row for row in single if row.task == whole]
+        parts.append(_table((*columns, *measured, *costs), shown, SHORT_CAPTION))
     batches = sorted({row.batch for row in rows if row.batch > 1})
     for count in batches:
         parts += [Text(f"{count} at once", style="bold")]
         parts += [_table(BATCH_COLUMNS, [row for row in rows if row.batch == count], sections=False)]
     parts += [Text(BATCH_CAPTION, style=GREY)] if batches else []
-    whole = rows[-1].task if rows and rows[0].task == rows[-1].task else ALL
     drafting = [row for row in single if row.task == whole and row.acceptance_by_position]
-    parts += [_position_table(drafting)] if drafting else []
+    parts += [_position_table(drafting)] if drafting and is_wide else []
     parts += [Text(line, style="yellow") for line in [*_load_warning(facts), *_remarks(rows)]]
-    return Group(*parts, _footer(facts))
+    parts += [_footer(facts)] if is_wide else []
+    return Group(*parts, Text(conclusion([row for row in single if row.task == whole]), style="bold"))
+
+
+def conclusion(rows: Sequence[TableRow]) -> str:
+    """Return a sentence with the fastest of the rows of one task, and whether the texts are plain decoding's."""
+    timed = sorted((row for row in rows if row.tokens_per_second), key=lambda row: -(row.tokens_per_second or 0.0))
+    if not timed:
+        return "nothing was measured"
+    best = timed[0]
+    if best.label == PLAIN:
+        others = f"; {timed[1].label} has {number(timed[1].speedup, 2, 'x')} its speed" if len(timed) > 1 else ""
+        said = f"plain decoding is fastest{others}"
+    else:
+        said = f"{best.label} is fastest: {number(best.speedup, 2, 'x')} plain decoding"
+    judged = [row for row in rows if row.label != PLAIN]
+    compared, different = sum(row.compared for row in judged), sum(row.different for row in judged)
+    texts = f"all {compared} texts equal" if not different else f"{different} of {compared} texts differ"
+    return said + (f", {texts}" if compared else "")
+
+
+def _columns_in_use(columns: Columns, rows: Sequence[TableRow]) -> Columns:
+    """Return the columns that have a value in some row."""
+    return [(name, show) for name, show in columns if any(show(row) != "-" for row in rows)]
 
 
 def _title(facts: Mapping[str, Any]) -> Text:
@@ -193,7 +230,7 @@ def quality_table(rows: Sequence[TableRow]) -> Table | None:
 
     Columns without any value are left out.
     """
-    columns = [(name, show) for name, show in QUALITY_COLUMNS if any(show(row) != "-" for row in rows)]
+    columns = _columns_in_use(QUALITY_COLUMNS, rows)
     if all(name in ("accepted\nlength", "speedup") for name, _ in columns):
         return None
     return _table(columns, rows, QUALITY_CAPTION)
@@ -281,8 +318,9 @@ def read_rows(place: Path) -> list[dict[str, Any]]:
         found = json.loads(read_text(place))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error})") from error
+    found = found.get("rows") if isinstance(found, dict) else found
     if not isinstance(found, list) or not all(_is_row(row) for row in found):
-        raise UserError(f"{place} holds no rows of a bench, `outpace bench --json FILE` writes them")
+        raise UserError(f"{place} holds no rows of a bench, `outpace bench --json` prints them")
     return found
 
 

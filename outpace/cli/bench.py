@@ -6,18 +6,20 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
-from outpace.cli.options import BasicSamplingFlags, ModelFlags
+from outpace.cli.options import JSON, BasicSamplingFlags, ModelFlags
 from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.core.errors import UserError, without_keys
@@ -73,8 +75,11 @@ class ResultFlags:
     """The files of the results."""
 
     panel: ClassVar[str] = "What is kept"
-    out: Path | None = flag(None, "Folder to which each result is written at once; run again to continue.")
-    json: Path | None = flag(None, "File for the rows of the table.")
+    out: Path | None = flag(
+        None, "Folder for the results (rows.json, bench.png), written as they come; run again to continue."
+    )
+    as_json: bool = JSON
+    wide: bool = flag(False, "Show each task, all columns, predictions and the machine, in 120 columns.")
     plot: Path | None = flag(None, "File for a plot: .png, .svg or .pdf.")
     trace: Path | None = flag(
         None, "File for a trace of the draft's proposals, for outpace simulate; nothing is measured."
@@ -83,7 +88,7 @@ class ResultFlags:
 
 METHODS = "auto,card,speculative"
 LINE_SECONDS = 60.0  # between two progress lines without a terminal
-MIN_WIDTH = 120  # of the table; a narrower terminal wraps it
+WIDE = 120  # columns of the table of --wide; a narrower terminal wraps it
 
 
 @flags
@@ -93,14 +98,13 @@ def bench(
     sampling: BasicSamplingFlags,
     results: ResultFlags,
     compare: tuple[Path, Path] | None = flag(
-        None, "Compare two results, files of --json or folders of --out; nothing is measured.", metavar="A B"
+        None, "Compare two results, outputs of --json or folders of --out; nothing is measured.", metavar="A B"
     ),
 ) -> None:
     """Measure methods and other engines on the same prompts, and compare their texts."""
     if compare is not None:
-        _compare(*compare)
+        _compare(*compare, results.as_json)
         return
-    check_file("--json", results.json)
     check_file("--trace", results.trace)
     check_folder("--out", results.out)
     check_plot("--plot", results.plot)
@@ -108,7 +112,7 @@ def bench(
     loading = replace(model, nodes=None, rule="auto", worker=None, draft_threads=None)
     with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
         if results.trace is not None:
-            _trace(llm, options, results.trace)
+            _trace(llm, options, results.trace, results.as_json)
         elif not _measure(llm, options, results, model.options.device, measured):
             raise typer.Exit(INTERRUPTED)
 
@@ -162,27 +166,35 @@ def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str,
     store = Store(results.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
         facts["energy"] = running.energy.description
-        is_complete = _run(running, measured)
+        is_complete = _run(running, measured, facts)
         failed = _show(running, facts, results)
+        if not is_complete:
+            kept = f"; the same command continues from {results.out}" if results.out else ""
+            display.say(f"stopped after {len(store.records)} answers{kept}", "yellow")
         if is_complete and (reason := running.failure) is not None:
             failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
         raise_last(failed)
     return is_complete
 
 
-def _run(running: Bench, measured: BenchFlags) -> bool:
-    """Measure, then score, with a progress bar, or a line a minute without a terminal. Return False after Ctrl-C."""
+def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
+    """Measure, then score, below the rows so far and a progress bar, or a line a minute without a terminal. Return
+    False after Ctrl-C."""
+    from outpace.bench import report
     from outpace.bench.judging import judge
 
     console = display.stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("warming up", total=None)
-        said = time.monotonic()
+    progress = Progress(*columns, TimeRemainingColumn(), console=console)
+    task = progress.add_task("warming up", total=None)
+    said = time.monotonic()
+    with Live(progress, console=console, transient=True) if console.is_terminal else nullcontext() as live:
 
         def show(what: str, done: int, total: int) -> None:
             nonlocal said
             progress.update(task, description=what, completed=done, total=total)
+            if live is not None and running.store.records:
+                live.update(Group(report.tables(running.rows(), facts), progress))
             if not console.is_terminal and time.monotonic() - said > LINE_SECONDS:
                 said = time.monotonic()
                 display.say(f"{done} of {total}, {what}")
@@ -206,37 +218,41 @@ def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> list[U
 
     found = with_score_gaps(running.rows(), running)
     plain = report.plain_rows(found, facts)
-    _console().print(report.tables(found, facts))
-    files = [file for file in (results.json, results.out and results.out / ROWS) if file is not None]
-    failed = write_all(partial(report.write_json, file, plain) for file in files)
+    if results.as_json:
+        display.print_json({"rows": plain, **facts})
+    else:
+        _console(results.wide).print(report.tables(found, facts, results.wide))
+    failed = write_all([partial(report.write_json, results.out / ROWS, plain)]) if results.out is not None else []
     if results.plot is not None and found:
         failed += write_all([partial(plot, found, facts, results.plot)])
+        display.say_written("plot", results.plot)
     if results.out is not None and found:  # not requested, so that a missing matplotlib is no error
         for error in write_all([partial(plot, found, facts, results.out / PLOT)]):
             display.say(f"warning: {error}", "yellow")
-    display.print_for_machines({"rows": plain, **facts})
     return failed
 
 
-def _console() -> Console:
+def _console(is_wide: bool) -> Console:
     console = display.stdout()
-    console.width = max(console.width, MIN_WIDTH)
+    console.width = max(console.width, WIDE) if is_wide else console.width
     return console
 
 
-def _compare(one: Path, other: Path) -> None:
+def _compare(one: Path, other: Path, as_json: bool) -> None:
     from outpace.bench import report
 
     first, second = report.read_rows(one), report.read_rows(other)
     found = report.side_by_side(first, second)
-    console = _console()
+    if as_json:
+        display.print_json({"a": str(one), "b": str(other), "rows": found})
+        return
+    console = _console(False)
     console.print(report.comparison_table(found))
     for line in (f"A: {one}", f"B: {other}", *report.differences(first, second)):
         console.print(line, style=display.GREY)
-    display.print_for_machines({"a": str(one), "b": str(other), "rows": found})
 
 
-def _trace(llm: LLM, options: BenchOptions, file: Path) -> None:
+def _trace(llm: LLM, options: BenchOptions, file: Path, as_json: bool) -> None:
     """Record the text of plain decoding and the draft's proposals at each position."""
     from outpace.bench.tasks import check_turns, collect, encode_all
     from outpace.simulate.trace import RecordOptions, record
@@ -264,4 +280,5 @@ def _trace(llm: LLM, options: BenchOptions, file: Path) -> None:
     trace.save(file)
     found = {"trace": str(file), "answers": len(prompts), "tokens": trace.tokens}
     display.say(f"trace: {file}, {trace.tokens} tokens of {len(prompts)} answers")
-    display.print_for_machines(found | {"acceptance": round(trace.acceptance(), 4)})
+    if as_json:
+        display.print_json(found | {"acceptance": round(trace.acceptance(), 4)})

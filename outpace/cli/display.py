@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -52,10 +53,10 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def print_for_machines(value: Mapping[str, Any]) -> None:
-    """Print a last line of JSON after a table, except on a terminal, where it would scroll the table away."""
-    if not sys.stdout.isatty():
-        print_json(value)
+def say_written(what: str, file: Path) -> None:
+    """Name a file that was written, unless writing it failed."""
+    if file.exists():
+        say(f"{what}: {file}")
 
 
 def show_rounds(rounds: Sequence[RoundStats]) -> None:

@@ -177,7 +177,6 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
         display.stdout().print(report.table(found))
         for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
             display.stdout().print(sentence, soft_wrap=True)
-        display.print_for_machines({"rows": report.as_rows(found)})
     if study.plot is not None:
         from outpace.edge.plot import plot
 

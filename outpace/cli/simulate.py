@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.console import Group
+from rich.live import Live
+
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
+from outpace.cli.options import JSON
 from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
 from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError
@@ -68,9 +73,11 @@ class OutputFlags:
     """The output of the results."""
 
     panel: ClassVar[str] = "Output"
-    rows: Path | None = flag(None, "File for the rows of the table.", "--json")
-    markdown: bool = flag(False, "Print the table as markdown.")
-    plot: Path | None = flag(None, "File for a plot of the speedup by delay: .png, .svg or .pdf.")
+    as_json: bool = JSON
+    out: Path | None = flag(None, "File for the rows of the table as JSON, written as they come.")
+    wide: bool = flag(False, "Show a row for each ratio, with tokens a pass, rows a token, hit rate and idle times.")
+    markdown: bool = flag(False, "Print the table of --wide as markdown.")
+    plot: Path | None = flag(None, "File for a plot of the speedup by ratio, or by delay: .png, .svg or .pdf.")
 
 
 @flags
@@ -80,51 +87,54 @@ def simulate(
     output: OutputFlags,
     methods: str | None = flag(
         None,
-        "Rows of the table to simulate, as in speculative,card,card-chain. The default is every complete method;"
-        " all: also variants without one of their parts.",
+        "Rows of the table to simulate, as in speculative,card,card-chain. The default is speculative,card,planned;"
+        " every: each complete method; all: also variants without one of their parts.",
     ),
     nodes: int = flag(32, "Tree nodes verified in a pass, with the root."),
     width: str = flag("16", "Nodes that the drafter expands in a forward (K). More, as in 16,5,25, add rows for CARD."),
 ) -> None:
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
-    check_file("--json", output.rows)
+    check_file("--out", output.out)
     check_pipeline(times.stages, times.hop)
     costs, delays = _costs(times), _delays(times.delay)
-    if output.plot is not None and len(delays) < 2:
-        raise UserError("--plot draws the speedup by delay: name several with --delay, as in 0,0.5,1,2")
     check_plot("--plot", output.plot)
     from outpace.bench.report import write_json
     from outpace.simulate import report, run
-    from outpace.simulate.setups import SetupSizes, select_setups
+    from outpace.simulate.setups import DEFAULT, SetupSizes, select_setups
 
     says = f"width is {width!r}, it must be whole numbers such as 16 or 16,5,25"
     first, *others = numbers(width, int, says)
     sizes = SetupSizes(nodes, first, others=tuple(others))
-    rows = select_setups(sizes, [name.strip() for name in methods.split(",")] if methods else [], pair.names_models)
+    rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")], pair.names_models)
     trace = _trace(pair)
     live = _live(pair, trace)
     outcomes: list[Any] = []
     failed: list[UserError] = []
-    with display.loading_bar() as bar:
+    summary = report.about(trace, sizes, times.devices)
+    title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
+    console = display.stderr()
+    with Live(console=console, transient=True) if console.is_terminal else nullcontext() as live_table:
 
         def progress(what: str, done: int, total: int) -> None:
-            bar(what, done / total)
-            if not display.stderr().is_terminal:  # a terminal shows a bar
-                display.stderr().print(f"{done + 1} of {total}: {what}", markup=False)
+            if live_table is None:
+                display.say(f"{done + 1} of {total}: {what}")
+            else:
+                live_table.update(Group(report.table(outcomes, title, output.wide), f"{done + 1} of {total}: {what}"))
 
         for outcome in run.simulate(trace, rows, costs, times.devices, progress, live, delays):
             outcomes.append(outcome)
-            if output.rows is not None:  # finished rows are kept if the rest is interrupted
-                failed = write_all([partial(write_json, output.rows, report.as_rows(outcomes))])
-    summary = report.about(trace, sizes, times.devices)
-    title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
-    if output.markdown:
+            if output.out is not None:  # finished rows are kept if the rest is interrupted
+                failed = write_all([partial(write_json, output.out, report.as_rows(outcomes))])
+    if output.as_json:
+        display.print_json({**summary, "rows": report.as_rows(outcomes)})
+    elif output.markdown:
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
-        display.stdout().print(report.table(outcomes, title))
+        display.stdout().print(report.table(outcomes, title, output.wide))
+        display.stdout().print(report.conclusion(outcomes), soft_wrap=True)
     if output.plot is not None:
         failed += write_all([partial(report.plot, outcomes, title, output.plot)])
-    display.print_for_machines({**summary, "rows": report.as_rows(outcomes)})
+        display.say_written("plot", output.plot)
     raise_last(failed)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
 from outpace.simulate.run import Outcome
-from outpace.simulate.setups import PLAIN, SetupSizes
+from outpace.simulate.setups import SetupSizes
 from outpace.simulate.trace import Trace
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def _delay(rows: Sequence[Outcome]) -> str:
     return "" if rows[0].delay is None else f"{rows[0].delay:g}"
 
 
+DETAILS = ("tokens/pass", "rows/token", "hit rate", "target idle", "drafter idle")
+
+
 def _details(rows: Sequence[Outcome]) -> list[list[str]]:
     """Return the columns besides the speedups, each with a text per ratio of times."""
     return [
@@ -52,33 +55,41 @@ def _costs(outcomes: Iterable[Outcome]) -> list[str]:
     return list(dict.fromkeys(outcome.costs for outcome in outcomes))
 
 
-def table(outcomes: Sequence[Outcome], title: str) -> Table:
-    """Build the table of speedups by ratio of times, with figures of all ratios in one column each."""
+def table(outcomes: Sequence[Outcome], title: str, is_wide: bool) -> Table:
+    """Build the table of speedups: a column for each ratio of times, or with `is_wide` a row, with further figures."""
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
-    made.add_column("T_target /\nT_draft", min_width=12)
+    what = "speedup over plain decoding, by ratio T_target / T_draft"
+    made = Table(title=f"{title}\n{what}", title_justify="left", box=box.SIMPLE_HEAD)
+    made.add_column("method", overflow="fold")
     delays = _delays(outcomes)
-    for name in delays:
-        made.add_column(name, justify="right")
-    for name in _costs(outcomes):
-        made.add_column(name, justify="right", style="bold", no_wrap=True)
-    for name in ("tokens\na pass", "rows a\ntoken", "hit\nrate", "target\nidle", "drafter\nidle"):
-        made.add_column(name, justify="right")
+    columns = ("ratio", "speedup", *(name.replace(" ", "\n") for name in DETAILS)) if is_wide else _costs(outcomes)
+    for name in (*delays, *columns):
+        made.add_column(name, justify="right", no_wrap=True)
     for rows in _by_setup(outcomes):
-        is_plain = rows[0].setup.method == PLAIN
-        details = ("1.00", "1.0", "", "", "") if is_plain else (" ".join(texts) for texts in _details(rows))
-        delay = [_delay(rows) for _ in delays]
-        made.add_row(_title(rows), *delay, *(f"{row.speedup:.2f}" for row in rows), *details)
+        start = [_title(rows), *(_delay(rows) for _ in delays)]
+        if not is_wide:
+            made.add_row(*start, *(f"{row.speedup:.2f}" for row in rows))
+        for row, details in zip(rows, zip(*_details(rows), strict=True), strict=True) if is_wide else ():
+            made.add_row(*start, row.costs, f"{row.speedup:.2f}", *details)
     return made
+
+
+def conclusion(outcomes: Sequence[Outcome]) -> str:
+    """Return a sentence with the fastest method at each ratio of times."""
+    best: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        if outcome.costs not in best or outcome.speedup > best[outcome.costs].speedup:
+            best[outcome.costs] = outcome
+    found = [f"{row.setup.title} at {costs} ({row.speedup:.2f}x)" for costs, row in best.items()]
+    return f"fastest: {', '.join(found)}; all texts equal"
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the table as Markdown."""
     delays = _delays(outcomes)
-    names = "tokens a pass", "rows a token", "hit rate", "target idle", "drafter idle"
-    heading = ["T_target / T_draft", *delays, *_costs(outcomes), *names]
+    heading = ["T_target / T_draft", *delays, *_costs(outcomes), *DETAILS]
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
     for rows in _by_setup(outcomes):
         details = ("" if "-" in texts else ", ".join(texts) for texts in _details(rows))
@@ -132,24 +143,29 @@ def _title(rows: Sequence[Outcome]) -> str:
 
 
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
-    """Plot the speedup by delay, with a panel for each ratio of times; methods without a delay are dashed."""
+    """Plot the speedup by ratio of times; if there are several delays, by delay, with a panel for each ratio and dashed
+    lines for methods without a delay."""
     from matplotlib.figure import Figure
 
     costs = _costs(outcomes)
-    figure = Figure(figsize=(4.2 * len(costs) + 2.2, 4.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(costs), squeeze=False, sharey=True)[0], costs, strict=True):
+    has_delays = len({outcome.delay for outcome in outcomes if outcome.delay is not None}) > 1
+    panels = costs if has_delays else [""]
+    figure = Figure(figsize=(4.2 * len(panels) + 2.2, 4.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
         for number, setup in enumerate(dict.fromkeys(outcome.setup.name for outcome in outcomes)):
-            rows = [row for row in outcomes if row.costs == name and row.setup.name == setup]
+            rows = [row for row in outcomes if row.setup.name == setup and name in ("", row.costs)]
             style = {"color": f"C{number}", "label": rows[0].setup.title}
             points = sorted((row.delay, row.speedup) for row in rows if row.delay is not None)
-            if points:
+            if not has_delays:
+                axes.plot([row.costs for row in rows], [row.speedup for row in rows], marker="o", markersize=4, **style)
+            elif points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
             else:
                 if rows[0].figures.drafted:
                     style["label"] += ", no delay"
                 axes.axhline(rows[0].speedup, linestyle="--", **style)
-        axes.set_title(f"T_target / T_draft {name}", fontsize=9, loc="left")
-        axes.set_xlabel("delay one way, in target passes")
+        axes.set_title(f"T_target / T_draft {name}" if has_delays else "", fontsize=9, loc="left")
+        axes.set_xlabel("delay one way, in target passes" if has_delays else "T_target / T_draft")
         axes.grid(axis="y", linewidth=0.5, alpha=0.5)
     figure.axes[0].set_ylim(bottom=0)  # after all panels, which share the axis, have set its top
     figure.axes[0].set_ylabel("speedup over plain decoding")

@@ -10,7 +10,8 @@ from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.decoders.base import Decoder
 
-PLAIN, ALL = "autoregressive", "all"
+PLAIN, EVERY, ALL = "autoregressive", "every", "all"
+DEFAULT = "speculative,card,planned"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths to try for methods that have one
 LIVE = ("lookahead", "ouroboros")
 _MOST_NODES = 16384
@@ -113,8 +114,8 @@ def setups(sizes: SetupSizes) -> list[Setup]:
 def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
     """Select setups by their names or their decoder's; plain decoding is always included.
 
-    "all" selects every setup; no name selects each method, without the setups that disable a part of it. Setups that
-    need the models are only included with `has_models`.
+    "all" selects every setup, "every" each method, without the setups that disable a part of it. Setups that need the
+    models are only included with `has_models`.
     """
     for name in names:
         if name in LIVE and not has_models:
@@ -124,13 +125,13 @@ def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = Fa
     every = [setup for setup in setups(sizes) if has_models or not setup.is_live]
     if ALL in names:
         return every
-    if not names:
+    if EVERY in names:
         usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others} | {*LIVE}
         return [one for one in every if one.name == one.method or one.method == "speculative" or one.name in usual]
     known = {setup.name for setup in every}
     allowed = known | {setup.method for setup in every}
     for name in names:
         if name not in allowed:
-            raise unknown("method", name, (ALL, *allowed))
+            raise unknown("method", name, (EVERY, ALL, *allowed))
     by_method = {name for name in names if name not in known}
     return [one for one in every if one.name in names or one.method == PLAIN or one.method in by_method]
