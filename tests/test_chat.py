@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -19,12 +20,13 @@ from commands import Run, answer
 from commands import environment as environment
 from commands import run as run
 from files import write_gguf
+from rich.cells import cell_len
 from rich.console import Console
 
 from outpace.api.stream import Result
 from outpace.api.text import Piece
 from outpace.cli import display
-from outpace.cli.chat import ChatFlags, LocalChat
+from outpace.cli.chat import ChatFlags, LocalChat, is_loop
 from outpace.core.errors import UserError
 
 SECONDS = 60.0
@@ -45,8 +47,10 @@ class Canned:
         self.answers, self.interrupts = list(answers), interrupts
         self.target = SimpleNamespace(model=SimpleNamespace(max_positions=context))
         self.asked: list[list[dict[str, str]]] = []
+        self.options: list[dict[str, Any]] = []
 
-    def stream(self, asked: list[dict[str, str]], **_: Any) -> Any:
+    def stream(self, asked: list[dict[str, str]], **options: Any) -> Any:
+        self.options.append(options)
         number = len(self.asked)
         found = self.answers[number]
         self.asked.append(list(asked))
@@ -142,8 +146,65 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().err
     for command in ("/help", "/reset", "/quit"):
         assert f"\n{command} " in f"\n{shown}"
-    assert "unknown command /helo, the commands are /help, /reset, /quit" in shown
+    assert "unknown command /helo, the commands are /help, /set, /system, /save, /reset, /quit" in shown
     assert not conversation.take("/quit")
+
+
+def test_options_and_the_system_message_change_within_a_conversation(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    llm = Canned(*(answer("one", *range(6)) for _ in range(3)))
+    file = tmp_path / "chat.json"
+    lines = ("a", "/set temperature 0.5", "/set top-k=7", "/system brief", "b", f"/save {file}", "/system", "c")
+    conversation = talk(llm, *lines)
+    assert [len(asked) for asked in llm.asked] == [1, 4, 5]
+    assert llm.asked[1][0] == {"role": "system", "content": "brief"}
+    assert [turn["content"] for turn in json.loads(file.read_text())["messages"]] == ["brief", "a", "one", "b", "one"]
+    assert (llm.options[0]["temperature"], llm.options[0]["top_k"]) != (0.5, 7)
+    assert (llm.options[2]["temperature"], llm.options[2]["top_k"]) == (0.5, 7)
+    wrong = (
+        "/set temprature 1",
+        "/set temperature hot",
+        "/set temperature -1",
+        "/set seed 1.5",
+        "/save",
+        "/save /no/x",
+    )
+    for line in wrong:
+        assert conversation.take(line)
+    shown = capsys.readouterr().err
+    for said in (
+        "did you mean 'temperature'",
+        "temperature is 'hot', it must be a number",
+        "temperature is -1.0",
+        "seed is '1.5', it must be a whole number",
+        "/save needs the name of a file",
+        "there is no folder /no",
+    ):
+        assert f"{said}" in shown
+    assert conversation.take("/set")
+    assert "temperature 0.5" in capsys.readouterr().err
+
+
+def test_quotes_hold_several_lines() -> None:
+    llm = Canned(answer("one", *range(6)))
+    talk(llm, '"""first\nsecond"""')
+    assert llm.asked[0][0]["content"] == "first\nsecond"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_repeated"),
+    [
+        ("He was chosen by the dragons. " * 8, True),
+        ("Once. " + "No. It is a trap, she said again. " * 9, True),
+        ("He was chosen by the dragons. " * 7, False),
+        ("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, ", False),
+        ("-" * 300, False),  # a line, not a sentence
+        ("", False),
+    ],
+)
+def test_a_loop_is_the_same_words_many_times(text: str, is_repeated: bool) -> None:
+    assert is_loop(text) is is_repeated
 
 
 def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
@@ -192,6 +253,25 @@ def test_accepted_tokens_are_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
     printer.end()
     assert file.getvalue() == "own [b]\x1b[32mdrafted[2J\x1b[0m\n"
     assert display.printable("a\tb\n\x07\x9b é") == "a\tb\n é"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+def test_words_are_not_broken_at_the_edge_of_a_terminal(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    prose = "The cunning dragon of the mountains\nand 龙龙龙龙龙龙龙龙 longer-than-the-line-is-wide end"
+    text = f"{prose}\n```\na = 1 # stays as it is\n```\nx"
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=16, color_system=None, highlight=False, markup=False)
+    monkeypatch.setattr(display, "stdout", lambda: console)
+    printer = display.TextPrinter()
+    for start in range(0, len(text), size):
+        printer.write(text[start : start + size])
+    printer.end()
+    shown = file.getvalue()
+    assert shown.split() == text.split()
+    assert "a = 1 # stays as it is" in shown
+    lines = [line for line in shown.splitlines() if "stays" not in line and "longer" not in line]
+    assert all(cell_len(line) <= 16 for line in lines), lines
+    assert lines[:3] == ["The cunning ", "dragon of the ", "mountains"]
 
 
 def test_the_bar_needs_a_terminal_and_a_long_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,22 +13,30 @@ from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.open_models import open_any
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
-from outpace.core.errors import UserError
+from outpace.cli.output_files import check_file
+from outpace.core.errors import UserError, unknown
+from outpace.models.files.reading import write_json
 
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyPressEvent
 
     from outpace.api.llm import LLM
+    from outpace.api.text import Piece
     from outpace.cli.remote import RemoteModel
     from outpace.cluster.remote_target import RemoteTarget
 
 PROMPT, CONTINUED = "> ", "  "
 ANSWER_SHARE = 4  # the context keeps space for max_tokens, or for this part of it if that is less
 COMMANDS = {
-    "/help": "list the commands; Alt-Enter starts a new line of the same question",
+    "/help": 'list the commands; Alt-Enter starts a new line of the same question, """ begins and ends several',
+    "/set": "/set temperature 0.7 changes a sampling option, /set alone shows them",
+    "/system": "/system TEXT sets the system message, /system alone removes it",
+    "/save": "/save FILE writes the conversation as JSON",
     "/reset": "forget the conversation, but not the system message",
     "/quit": "end the conversation, as /exit and Ctrl-D do",
 }
+QUOTES = '"""'
+LOOPS, MAX_LOOP = 8, 400  # repetitions that end an answer, and the largest number of repeated characters
 ENDS = {"length": "cut at the token limit", "abort": "stopped"}
 HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
@@ -69,7 +78,14 @@ def chat(
     with process.at_safe_points(), open_any(model, ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
-        _talk(LocalChat(llm, sampling, system, color), f"{llm.target.name} by {llm.method}")
+        draft = getattr(llm, "draft", None)
+        pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
+        _talk(LocalChat(llm, sampling, system, color), f"{pair} by {llm.method}")
+
+
+def short_name(name: str) -> str:
+    """Return a model's name without its folders and suffix; a hub id stays as it is."""
+    return Path(name).name.removesuffix(".gguf") if name.endswith(".gguf") or Path(name).exists() else name
 
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
@@ -112,6 +128,9 @@ def _piped_line() -> str | None:
 def _typed_lines() -> Callable[[], str | None]:
     """Return a function that reads a line with editing and history. It raises KeyboardInterrupt for Ctrl-C."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.application import get_app
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.filters import Condition
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.output import create_output
 
@@ -121,9 +140,19 @@ def _typed_lines() -> Callable[[], str | None]:
     def _insert_newline(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    def is_open() -> bool:
+        text = get_app().current_buffer.text.strip()
+        return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
+
     output = create_output(always_prefer_tty=True)  # stdout may be a file
     session: PromptSession[str] = PromptSession(
-        PROMPT, key_bindings=keys, prompt_continuation=CONTINUED, output=output, complete_while_typing=False
+        PROMPT,
+        key_bindings=keys,
+        prompt_continuation=CONTINUED,
+        output=output,
+        complete_while_typing=False,
+        completer=WordCompleter([*COMMANDS], sentence=True),
+        multiline=Condition(is_open),
     )
 
     def read() -> str | None:
@@ -136,28 +165,79 @@ def _typed_lines() -> Callable[[], str | None]:
     return read
 
 
+def is_loop(text: str) -> bool:
+    """Return whether a text ends with `LOOPS` copies of the same words."""
+    period = len(text) - text.rfind(text[-20:], 0, len(text) - 1) - 20 if len(text) > 20 else 0
+    return 10 <= period <= MAX_LOOP and text.endswith(text[-period:] * LOOPS)
+
+
+def _changed(sampling: SamplingFlags, words: str) -> SamplingFlags:
+    """Return the options with one changed as in "temperature 0.7", or show them; UserError for a wrong one."""
+    kinds = {one.name: str(one.type).removesuffix(" | None") for one in fields(sampling)}
+    numbers = {name: kind for name, kind in kinds.items() if kind in ("int", "float")}
+    name, _, text = words.replace("=", " ").partition(" ")
+    if not words:
+        display.say(", ".join(f"{name} {getattr(sampling, name)}" for name in numbers))
+        return sampling
+    name = name.replace("-", "_")
+    if name not in numbers:
+        raise unknown("sampling option", name, numbers)
+    try:
+        value: Any = float(text) if numbers[name] == "float" else int(text)
+    except ValueError:
+        kind = "a number" if numbers[name] == "float" else "a whole number"
+        raise UserError(f"{name} is {text!r}, it must be {kind}") from None
+    changed = replace(sampling, **{name: value})
+    changed.check()
+    display.say(f"{name} is {value}")
+    return changed
+
+
 class ChatSession:
     """The messages so far, and the commands."""
 
-    def __init__(self, system: str | None, color: bool = False) -> None:
+    def __init__(self, sampling: SamplingFlags, system: str | None, color: bool = False) -> None:
+        self._sampling = sampling
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages, self._color = list(self._opening), color
 
     def take(self, line: str) -> bool:
         """Answer a line or run its command; return False if it ends the conversation."""
-        command = line.partition(" ")[0].rstrip()
+        command, _, rest = line.rstrip().partition(" ")
         if command in ("/quit", "/exit"):
             return False
+        try:
+            self._obey_or_answer(command, rest.strip(), line)
+        except UserError as error:
+            display.say(f"error: {error}", "red")
+        return True
+
+    def _obey_or_answer(self, command: str, rest: str, line: str) -> None:
         if command == "/reset":
             self._messages = list(self._opening)
             display.say("the conversation is forgotten")
         elif command == "/help":
-            display.say("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()))
+            display.say("\n".join(f"{name:9}{what}" for name, what in COMMANDS.items()))
+        elif command == "/system":
+            count = len(self._opening)
+            self._opening = [{"role": "system", "content": rest}] if rest else []
+            self._messages[:count] = self._opening
+            display.say(f"the system message is {rest!r}" if rest else "there is no system message")
+        elif command == "/save":
+            self._save(rest)
+        elif command == "/set":
+            self._sampling = _changed(self._sampling, rest)
         elif command.startswith("/") and command[1:].isalpha():
             display.say(f"unknown command {command}, the commands are {', '.join(COMMANDS)}", "red")
-        elif line.strip():
-            self._answer([*self._messages, {"role": "user", "content": line.strip()}])
-        return True
+        elif question := line.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip():
+            self._answer([*self._messages, {"role": "user", "content": question}])
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UserError("/save needs the name of a file, as in /save chat.json")
+        check_file("/save", Path(name).expanduser())
+        write_json(Path(name).expanduser(), {"messages": self._messages})
+        display.say(f"{len(self._messages)} messages are in {name}")
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
         """Show the answer and a summary of it, and keep the messages with it."""
@@ -182,14 +262,14 @@ class RemoteChat(ChatSession):
     """A conversation with a model on a server."""
 
     def __init__(self, remote: RemoteModel, sampling: SamplingFlags, system: str | None) -> None:
-        super().__init__(system)
+        super().__init__(sampling, system)
         self._remote = remote
-        given, defaults = sampling.options(), ChatFlags().options()
-        always = ("max_tokens", "temperature", "seed")
-        self._fields = {name: value for name, value in given.items() if name in always or value != defaults[name]}
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
-        answer = self._remote.answer(messages, self._fields, printer.write)
+        given, defaults = self._sampling.options(), ChatFlags().options()
+        always = ("max_tokens", "temperature", "seed")
+        asked = {name: value for name, value in given.items() if name in always or value != defaults[name]}
+        answer = self._remote.answer(messages, asked, printer.write)
         rate = answer.timings.get("predicted_per_second")
         parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
         parts += [ENDS[answer.finish_reason]] if answer.finish_reason in ENDS else []
@@ -200,15 +280,26 @@ class LocalChat(ChatSession):
     """A conversation with a model in this process."""
 
     def __init__(self, llm: LLM | RemoteTarget, sampling: SamplingFlags, system: str | None, color: bool) -> None:
-        super().__init__(system, color)
-        self._llm, self._sampling = llm, sampling
+        super().__init__(sampling, system, color)
+        self._llm = llm
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
         self._remove_oldest(messages)
         stream = self._llm.stream(messages, **self._sampling.options())
-        display.write_answer(stream, printer.show)
+        written, loops = "", False
+
+        def show(piece: Piece) -> None:
+            nonlocal written, loops
+            printer.show(piece)
+            written = (written + piece.text)[-LOOPS * MAX_LOOP :]
+            if not loops and printer.is_terminal and is_loop(written):
+                loops = True
+                stream.abort()
+
+        display.write_answer(stream, show)
         result = stream.finish()
-        return result.text, display.summary(result)
+        notice = "; the answer repeated itself: /set temperature 0.7 varies it" if loops else ""
+        return result.text, display.summary(result) + notice
 
     def _remove_oldest(self, messages: list[dict[str, str]]) -> None:
         """Remove the oldest questions and answers until the context has space for a good answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import warnings
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -90,25 +92,63 @@ def write_answer(stream: Stream | RemoteStream, show: Callable[[Piece], None]) -
 
 
 class TextPrinter:
-    """Writes pieces to stdout at once; with `color`, accepted draft tokens in colour."""
+    """Writes pieces to stdout at once; with `color`, accepted draft tokens in colour. On a terminal, lines break at
+    spaces, except in fenced code, and a word appears when it is complete."""
 
     def __init__(self, color: bool = False) -> None:
         self._console, self._color, self._last = stdout(), color, "\n"
+        self._word: list[tuple[str, str | None]] = []  # parts of the word that is being written, with their styles
+        self._column = 0
+        self._is_code = False
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._console.is_terminal
 
     def show(self, piece: Piece) -> None:
         self.write(piece.text, DRAFTED if self._color and piece.is_draft else None)
 
     def write(self, text: str, style: str | None = None) -> None:
-        if text:
-            shown = printable(text) if self._console.is_terminal else text
-            self._console.out(shown, style=style, end="")
-            self._console.file.flush()
-            self._last = text[-1]
+        if not text:
+            return
+        self._last = text[-1]
+        if not self._console.is_terminal:
+            self._put(text, style)
+        else:
+            for part in re.findall(r"\n|[^\S\n]+|\S+", printable(text)):
+                if part.isspace():
+                    self._end_word()
+                    fits = part == "\n" or self._is_code or self._column + cell_len(part) < self._console.width
+                    self._put(part if fits else "", style)
+                    self._column = 0 if part == "\n" else self._column + cell_len(part)
+                else:
+                    self._word.append((part, style))
+        self._console.file.flush()
 
     def end(self) -> None:
         """End the current line, if any."""
+        self._end_word()
         if self._last != "\n":
-            self._console.out("")
+            self._put("\n", None)
+            self._column = 0
+
+    def _end_word(self) -> None:
+        """Write the word that is being held back, on a new line if it does not fit on this one."""
+        if not self._word:
+            return
+        word = "".join(part for part, _ in self._word)
+        width = cell_len(word)
+        if self._column == 0 and word.startswith("```"):
+            self._is_code = not self._is_code
+        if self._column > 0 and self._column + width > self._console.width and not self._is_code:
+            self._put("\n", None)
+            self._column = 0
+        for part, style in self._word:
+            self._put(part, style)
+        self._word, self._column = [], self._column + width
+
+    def _put(self, text: str, style: str | None) -> None:
+        self._console.out(text, style=style, end="")
 
 
 def printable(text: str) -> str:
