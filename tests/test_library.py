@@ -235,6 +235,22 @@ def test_models_by_name_or_loaded_or_one_of_each(tiny_folder: str, target: Loade
         llm.close()
 
 
+def test_a_result_prints_as_three_lines_and_has_vllms_names(target: Loaded) -> None:
+    with outpace.LLM(target, method="autoregressive") as llm:
+        first, second = llm.generate(["hello world", "hello"], max_tokens=8, ignore_eos=True)
+        messages = llm.generate([[1, 2, 3]], max_tokens=2)[0]
+    shown = str(first).splitlines()
+    assert len(shown) == 3
+    assert repr(first.text) in shown[0]
+    assert "tokens: 8 (length)" in shown[1]
+    assert len(repr(first)) < 100
+    assert [(one.prompt, one.outputs[0].text, one.outputs[0].token_ids) for one in (first, second)] == [
+        ("hello world", first.text, first.tokens),
+        ("hello", second.text, second.tokens),
+    ]
+    assert messages.prompt is None
+
+
 def test_repr_names_model_and_method(target: Loaded) -> None:
     with outpace.LLM(target, method="autoregressive") as llm:
         assert repr(llm) == f"<LLM of {target.name} by autoregressive>"

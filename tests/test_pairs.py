@@ -84,6 +84,31 @@ def test_a_draft_that_comes_with_the_package_stands_first(tmp_path: Path, monkey
     assert find_draft("SmolLM2-1.7B", small | {"hidden_size": 2048}) == "HuggingFaceTB/SmolLM2-135M"
 
 
+@pytest.mark.parametrize(
+    ("file", "is_found"),
+    [
+        ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", True),
+        ("Qwen2.5-Coder-0.5B-Instruct-Q8_0.gguf", True),
+        ("Qwen2.5-Coder-0.5B-Instruct/config.json", True),
+        ("qwen2.5-coder-0.5b.gguf", False),  # the base model
+        ("qwen2.5-coder-1.5b-instruct-q8_0.gguf", False),
+        ("qwen2.5-coder-0.5b-instruct.txt", False),
+        ("qwen2.5-coder-0.5b-instruct/notes.md", False),
+    ],
+)
+def test_auto_takes_the_sibling_in_the_targets_folder(tmp_path: Path, file: str, is_found: bool) -> None:
+    target = tmp_path / "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
+    draft = tmp_path / file
+    draft.parent.mkdir(exist_ok=True)
+    for path in (target, draft):
+        path.touch()
+    expected = draft if draft.suffix == ".gguf" else draft.parent
+    known = find_draft(str(target), config_of("qwen2", 151936, 1536))
+    assert known == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+    assert pairs.sibling(str(target), known) == (str(expected) if is_found else None)
+    assert pairs.sibling("Qwen/Qwen2.5-Coder-1.5B-Instruct", known) is None, "the target is not a local file"
+
+
 def test_the_table_is_sound() -> None:
     for family in DRAFT_FAMILIES:
         assert family.draft.count("/") == 1, family

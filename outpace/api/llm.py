@@ -306,7 +306,8 @@ class LLM(AbstractContextManager["LLM"]):
     ) -> Stream:
         new = self.prepare(prompt, params, choice, plain, drafter, rule)
         run = self._shared.create(new.request, new.decoder, new.options, new.text.watch, new.drafter)
-        stream = Stream(self._shared, run, new.text, new.method, new.echo, owner=self)
+        text = prompt if isinstance(prompt, str) else None
+        stream = Stream(self._shared, run, new.text, new.method, new.echo, self, text)
         try:
             self._shared.enqueue(run)
             return stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,8 +13,10 @@ from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.types import TokenLogprobs
 from outpace.engine.sequence import TokenSequence
 
+SHOWN_TEXT = 500  # characters of an answer that print() shows
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Result:
     """One complete answer.
 
@@ -24,7 +27,7 @@ class Result:
     `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
     `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
     `lossless` is False if the rule trades the target's distribution for speed. `rounds`: the statistics of each round,
-    with the planner's expectations.
+    with the planner's expectations. `prompt`: the prompt, if it was a text.
     """
 
     text: str
@@ -42,15 +45,47 @@ class Result:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     lossless: bool = True
     rounds: tuple[RoundStats, ...] = ()
+    prompt: str | None = None
+
+    @property
+    def outputs(self) -> tuple[Result]:
+        """This answer alone, as in vLLM, where a result has several outputs: here each answer is a result."""
+        return (self,)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """vLLM's name of `tokens`."""
+        return self.tokens
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN_TEXT else f"{self.text[:SHOWN_TEXT]}..."
+        length = f"mean accepted length {self.figures.mean_accepted_length:.2f}, " if self.figures.drafted else ""
+        return (
+            f"text: {text!r}\n"
+            f"tokens: {len(self.tokens)} ({self.finish_reason}), {self.tokens_per_second:.1f} a second, the first after"
+            f" {self.time_to_first_token:.2f} s\n"
+            f"method: {self.method}{'' if self.lossless else ' (lossy)'}, {length}seed {self.seed}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Result({reprlib.repr(self.text)}, {self.finish_reason!r}, {len(self.tokens)} tokens)"
 
 
 class Stream:
     """An iterator over the Pieces of one answer. `finish()` reads to the end, `close()` ends the answer early."""
 
     def __init__(
-        self, engine: SharedEngine, run: TokenSequence, text: TextAssembler, method: str, echo: str, owner: object
+        self,
+        engine: SharedEngine,
+        run: TokenSequence,
+        text: TextAssembler,
+        method: str,
+        echo: str,
+        owner: object,
+        prompt: str | None = None,
     ) -> None:
         """`echo` is the first piece; `owner` must live as long as the stream, so a reference is kept."""
+        self._prompt = prompt
         self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner
         self._texts: list[str] = []
         self._sent = 0  # tokens in the pieces that were handed out
@@ -109,6 +144,7 @@ class Stream:
             logprobs=tuple(history.logprobs[: self._sent]),
             prompt_logprobs=tuple(history.prompt_logprobs),
             rounds=tuple(history.steps),
+            prompt=self._prompt,
         )
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:

@@ -79,13 +79,8 @@ def chat(
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         draft = getattr(llm, "draft", None)
-        pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
+        pair = display.short_name(llm.target.name) + (f" with draft {display.short_name(draft.name)}" if draft else "")
         _talk(LocalChat(llm, sampling, system, color), f"{pair} by {llm.method}")
-
-
-def short_name(name: str) -> str:
-    """Return a model's name without its folders and suffix; a hub id stays as it is."""
-    return Path(name).name.removesuffix(".gguf") if name.endswith(".gguf") or Path(name).exists() else name
 
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -195,9 +196,10 @@ class ModelFlags:
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""
         from outpace.api.llm import load
-        from outpace.cli.display import loading_bar, say
+        from outpace.cli.display import loading_bar, say, short_name
         from outpace.cli.process import end_after_loss
         from outpace.core.lazy import num_cores, set_num_threads
+        from outpace.models.load import known_draft
 
         if self.threads is not None:
             check_range("threads", self.threads, 1, num_cores())
@@ -225,6 +227,9 @@ class ModelFlags:
                 names.setdefault(loaded.notice, []).append(loaded.name)
         for notice, models in names.items():
             say(f"{' and '.join(models)}: {notice}")
+        if llm.draft is None and self.draft is None and self.method == "auto" and not quiet:
+            with suppress(UserError):
+                say(f"no draft model: --draft auto ({short_name(known_draft(llm.target))}) may speed this up")
         return llm
 
     @property

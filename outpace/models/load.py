@@ -15,7 +15,7 @@ from outpace.models.devices import GIB, check_options, host_bytes
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate, open_source
 from outpace.models.files.packed import complete_draft, is_packed
-from outpace.models.files.pairs import find_draft
+from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
 from outpace.models.heads.config import DRAFTERS, fields_of, head_kind, holds_mtp
 from outpace.models.heads.load import kind_of_head, load_head
@@ -71,7 +71,7 @@ def load_draft(
     the draft may have other tokens, which its drafter translates.
     """
     if spec == "auto":
-        spec = MTP_DRAFT if holds_mtp(target.config) else find_draft(target.name, target.config)
+        return _load_known_draft(target, options, progress, same_tokens, changes)
     if not isinstance(spec, str | os.PathLike):
         tokenizer = tokenizer or target.tokenizer
     if str(spec).startswith(LAYERS):
@@ -89,6 +89,22 @@ def load_draft(
         return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
     return fit_draft(draft, target) if same_tokens else draft
+
+
+def known_draft(target: Loaded) -> str:
+    """Return the draft that "auto" is for a target, from the target's folder if it is there; UserError if none is."""
+    spec = MTP_DRAFT if holds_mtp(target.config) else find_draft(target.name, target.config)
+    return sibling(target.name, spec) or spec
+
+
+def _load_known_draft(
+    target: Loaded, options: LoadOptions | None, progress: Progress, same_tokens: bool, changes: dict[str, Any]
+) -> Loaded:
+    spec = known_draft(target)
+    try:
+        return load_draft(spec, target, options, progress=progress, same_tokens=same_tokens, **changes)
+    except UserError as error:
+        raise UserError(f"draft auto is {spec} for {target.name}: {error}") from error
 
 
 def find_head(spec: Any, progress: Progress = silent) -> Path | None:

@@ -98,6 +98,19 @@ def find_draft(name: str, config: Mapping[str, Any]) -> str:
     return draft
 
 
+def sibling(target: str, draft: str) -> str | None:
+    """Return the .gguf file or folder of a draft, a hub id, next to a target that is a local file or folder."""
+    here, name = Path(target).expanduser().absolute(), draft.rpartition("/")[2].lower()
+    if not here.exists() or "/" not in draft or Path(draft).exists():
+        return None
+    for path in sorted(here.parent.iterdir()):
+        plain = path.name.lower().replace("_", "-")
+        is_model = path.suffix.lower() == ".gguf" or (path / "config.json").is_file()
+        if path != here and is_model and re.match(rf"{re.escape(name)}(?![\w.]*\d+b)", plain):
+            return str(path)
+    return None
+
+
 def _plain(name: str) -> str:
     """Return the last two parts of a path or id in lower case."""
     return "/".join(Path(name).parts[-2:]).lower().replace("_", "-")
