@@ -309,11 +309,20 @@ def test_tokenize_and_detokenize(site: Served) -> None:
 
 def test_other_endpoints(site: Served) -> None:
     (card,) = site.ask("/v1/models").json["data"]
-    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", site.llm.target.name, 128)
+    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "target", 128), "folders are not shown"
     assert site.ask("/v1/models/tiny").json == card
-    assert [site.ask(path).status for path in ("/v1/models/other", "/docs", "/ready")] == [404, 404, 200]
+    assert [site.ask(path).status for path in ("/v1/models/other", "/ready")] == [404, 200]
     assert site.ask("/health").json == {"status": "ok"}
     assert site.ask("/version").json == {"version": outpace.__version__}
+
+
+def test_the_docs_list_all_paths_and_load_nothing(site: Served) -> None:
+    page = site.ask("/docs")
+    text = page.body.decode()
+    assert page.status == 200
+    assert all(f"<code>{path}</code>" in text for path in site.ask("/openapi.json").json["paths"])
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert not re.search(r"(?:src|href)=.?https?:", text)
 
 
 def test_the_openapi_document_is_complete(site: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import signal
@@ -17,6 +18,7 @@ import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, Served, head, loaded, send, served, wait_for
 
 import outpace
+from outpace.server import logs
 from outpace.server.options import ServerLimits
 
 VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -345,6 +347,27 @@ def test_concurrent_requests_get_the_texts_of_single_ones(llm: outpace.LLM) -> N
         alone = list(map(ask, range(12)))
         with ThreadPoolExecutor(12) as pool:
             assert list(pool.map(ask, range(12))) == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        (
+            {"status": 200, "prompt_tokens": 62, "completion_tokens": 11, "seconds": 0.07},
+            "200 POST /v1/x  62+11 tokens  0.07 s  157 tokens/s",
+        ),
+        ({"status": 404, "seconds": 0.001, "error": "not_found"}, "404 POST /v1/x  0.00 s  error: not_found"),
+        ({"status": 200, "seconds": 0.1, "ignored": "tools.0=web\x1b[2J"}, "ignored: tools.0=web?[2J"),
+    ],
+)
+def test_the_log_is_readable_on_a_terminal(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], shown: str) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    logs.write("request", id="req_1", method="POST", path="/v1/x", **fields)
+    (line,) = terminal.getvalue().splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d ", line)
+    assert line.endswith(shown)
 
 
 def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from outpace.cli.open_models import open_any
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError, unknown
+from outpace.models.files.find import short_name
 from outpace.models.files.reading import write_json
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def chat(
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
         draft = getattr(llm, "draft", None)
-        pair = display.short_name(llm.target.name) + (f" with draft {display.short_name(draft.name)}" if draft else "")
+        pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
         _talk(LocalChat(llm, sampling, system, color), f"{pair} by {llm.method}")
 
 

@@ -61,11 +61,6 @@ def say_written(what: str, file: Path) -> None:
         say(f"{what}: {file}")
 
 
-def short_name(name: str) -> str:
-    """Return a model's name without its folders and suffix; a hub id stays as it is."""
-    return Path(name).name.removesuffix(".gguf") if name.endswith(".gguf") or Path(name).exists() else name
-
-
 def show_rounds(rounds: Sequence[RoundStats]) -> None:
     """Print to stderr what the planner expected of each round, the result, and why it drafted no more."""
     table = Table(box=None, title_justify="left", title="rounds: expected by the planner, and measured")

@@ -196,9 +196,10 @@ class ModelFlags:
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""
         from outpace.api.llm import load
-        from outpace.cli.display import loading_bar, say, short_name
+        from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
         from outpace.core.lazy import num_cores, set_num_threads
+        from outpace.models.files.find import short_name
         from outpace.models.load import known_draft
 
         if self.threads is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +11,7 @@ import typer
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags
 from outpace.cli.options import ModelFlags
-from outpace.core.errors import UserError, install_command
+from outpace.core.errors import require
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
@@ -73,9 +72,7 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
     Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C it finishes running
     answers, for at most --drain seconds; a second signal ends it at once.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"the server needs {', '.join(missing)}: {install_command('server')}")
+    require("outpace serve", "server", *NEEDED)
     from outpace.server import run
 
     options = _options(listen, limit)
@@ -110,6 +107,6 @@ def _greet(service: Service, address: str) -> None:
         display.say(f"  outpace generate --target {where} --draft DIR PROMPT  # drafts on the client's machine")
     display.say(
         f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key}"
-        """ -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'"""
+        """ -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}'"""
     )
     display.say(f"  OPENAI_BASE_URL={address}/v1 configures other programs; Ctrl-C ends the server")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outpace import __version__
+from outpace.models.files.find import short_name
 from outpace.server import chat_completions, completions, logs, messages, responses
 from outpace.server.chat_completions import ChatBody, ChatFormat, PromptBody
 from outpace.server.completions import CompletionBody, CompletionFormat, InfillBody, InfillFormat, TokenIds
@@ -200,8 +202,9 @@ def _model(service: Service, request: Request) -> dict[str, Any]:
 
 
 def _model_entry(service: Service, name: str) -> dict[str, Any]:
-    entry = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace"}
-    return {**entry, "root": service.llm.target.name, "parent": None, "max_model_len": service.max_model_len}
+    root = short_name(service.llm.target.name)  # without folders, which are no business of clients
+    entry = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace", "root": root}
+    return {**entry, "parent": None, "max_model_len": service.max_model_len}
 
 
 def _tokenizer_info(service: Service, request: Request) -> dict[str, Any]:
@@ -243,6 +246,21 @@ def _page(service: Service, request: Request) -> Response:
     return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
 
 
+def _docs(service: Service, request: Request) -> Response:
+    """Return a page that lists the paths, with a first command."""
+    paths = {path: ("POST", entry[0]) for path, entry in POSTS.items()}
+    paths |= {path: ("GET", entry[0]) for path, entry in GETS.items()}
+    rows = "".join(f"<tr><td>{kind}<td><code>{path}</code><td>{what}" for path, (kind, what) in paths.items())
+    command = (
+        f"curl {request.base_url}v1/chat/completions -H 'Content-Type: application/json' -d '"
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}\''
+    )
+    head = "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'><title>outpace</title>"
+    links = "<p><a href=/>Chat page</a> · <a href=/openapi.json>OpenAPI schema of the requests</a>"
+    body = f"<h1>outpace {__version__}</h1>{links}<pre>{html.escape(command)}</pre><table>{rows}</table>"
+    return HTMLResponse(head + body, headers={"content-security-policy": "default-src 'none'; frame-ancestors 'none'"})
+
+
 def _block_hash(text: str, tag: str) -> str:
     """Return the hash by which a policy allows the page's one block with this tag."""
     (block,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
@@ -268,4 +286,5 @@ GETS: dict[str, tuple[str, Callable[[Service, Request], Any]]] = {
     "/version": ("Return the version", lambda service, request: {"version": __version__}),
     "/metrics": ("Return metrics for Prometheus", _metrics),
     "/": ("A chat page", _page),
+    "/docs": ("This list", _docs),
 }

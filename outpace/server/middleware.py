@@ -19,7 +19,7 @@ from outpace.server.replies import error_reply
 from outpace.server.response_formats import new_id
 from outpace.server.service import Service
 
-KEYLESS_PATHS = ("/", "/health", "/ready")
+KEYLESS_PATHS = ("/", "/docs", "/health", "/ready")
 UNLOGGED_PATHS = ("/health", "/ready")
 CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))

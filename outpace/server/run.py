@@ -6,6 +6,7 @@ Connections have bounds: their number, and the time and size of a request's head
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import selectors
 import socket
@@ -225,7 +226,9 @@ def listen(options: ServerOptions) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
     except OSError as error:
-        raise UserError(f"cannot listen on {options.host} port {options.port}: {error.strerror or error}") from None
+        why = error.strerror or str(error)
+        why += f"; try --port {options.port + 1}" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"cannot listen on {options.host} port {options.port}: {why}") from None
     return listener
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from outpace.api.llm import LLM
 from outpace.core import registry
 from outpace.models.files.cache import sampled_digest
+from outpace.models.files.find import short_name
 from outpace.rules.judge import find_judge
 from outpace.server import logs
 from outpace.server.admission import Admission, Reservation
@@ -35,7 +36,7 @@ class Service:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.limits = llm, options, options.limits
-        self.names = options.names or (llm.target.name,)
+        self.names = options.names or (short_name(llm.target.name),)
         self.created = int(time.time())
         self.fingerprint = system_fingerprint(llm)
         self.chat_model = ChatModel(llm, options)

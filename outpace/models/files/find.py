@@ -54,6 +54,11 @@ def locate(spec: str | None, *, progress: Progress = silent) -> Path:
     return path
 
 
+def short_name(name: str) -> str:
+    """Return a model's name without its folders and suffix; a hub id stays as it is."""
+    return Path(name).name.removesuffix(".gguf") if name.endswith(".gguf") or Path(name).exists() else name
+
+
 def _check_folder(path: Path) -> None:
     """Raise UserError, which describes what the folder holds, unless it looks like a causal language model's."""
     if (path / "config.json").is_file():
