@@ -250,7 +250,8 @@ def _docs(service: Service, request: Request) -> Response:
     """Return a page that lists the paths, with a first command."""
     paths = {path: ("POST", entry[0]) for path, entry in POSTS.items()}
     paths |= {path: ("GET", entry[0]) for path, entry in GETS.items()}
-    rows = "".join(f"<tr><td>{kind}<td><code>{path}</code><td>{what}" for path, (kind, what) in paths.items())
+    shown = {path.replace(":path", ""): entry for path, entry in paths.items()}
+    rows = "".join(f"<tr><td>{kind}<td><code>{path}</code><td>{what}" for path, (kind, what) in shown.items())
     command = (
         f"curl {request.base_url}v1/chat/completions -H 'Content-Type: application/json' -d '"
         '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}\''
