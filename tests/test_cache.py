@@ -151,6 +151,34 @@ def test_clean_says_why_something_stays(folder: Path, run: Callable[..., str], m
     assert (folder / "drafts" / f"{HASH}-v2" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        (("--unused-days", "10"), {"new", "newer"}),
+        (("--max-gib", "0.0000019"), {"new", "newer"}),  # two of three entries of 1,000 bytes
+        (("--max-gib", "1"), {"old", "new", "newer"}),
+        (("--unused-days", "3", "--max-gib", "1"), {"newer"}),
+        ((), set()),
+    ],
+)
+def test_doctor_cleans_by_age_and_size(
+    tmp_path: Path,
+    run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    left: set[str],
+) -> None:
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path))
+    for name, days in (("old", 20), ("new", 5), ("newer", 1)):
+        file = tmp_path / "gguf" / f"{name}-{HASH}-Q4_1.gguf"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(1000))
+        os.utime(file, (time.time() - days * 86400,) * 2)
+    found = json.loads(run("--clean", *options, "--json"))
+    assert {path.name.partition("-")[0] for path in (tmp_path / "gguf").glob("*.gguf")} == left
+    assert len(found["removed"]) == 3 - len(left)
+
+
 def test_doctor_shows_the_cache(folder: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     filled(folder, f"Large-{HASH}-v2/model.safetensors", size=10**7)

@@ -285,7 +285,10 @@ def test_doctor_without_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     found = json.loads(out)
     assert (code, found["extras"]["none"]) == (0, False)
     assert "not installed" in found["model"]["missing"]
-    assert install_command("none").replace(" ", "") in "".join(run("doctor")[1].split())
+    shown = run("doctor")[1]
+    assert shown.startswith("not ready: ")
+    assert "· none" in shown
+    assert install_command("NAME").replace(" ", "") in "".join(shown.split())
 
 
 def test_doctor_has_a_line_for_each_extra() -> None:

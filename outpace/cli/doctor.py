@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.text import Text
 from outpace.cli import display, head_report, link_report, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
-from outpace.core.errors import UserError, install_command
+from outpace.core.errors import UserError, check_range, install_command
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from outpace.api.llm import LLM
     from outpace.models.files.cache import CacheEntry
 
-SHOWN_ENTRIES = 12  # the largest entries of the cache folder, one a line
+SHOWN_ENTRIES = 5  # the largest entries of the cache folder, one a line
 NUM_PASSES = 24  # timed
 EXTRAS = {  # of pyproject.toml: purpose and modules
     "torch": ("GPUs, float weights, architectures that the own runtimes do not support", ("torch", "transformers")),
@@ -59,6 +60,8 @@ def doctor(
         "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are made"
         " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
+    unused_days: float | None = flag(None, "With --clean: remove only what was not used for this number of days."),
+    max_gib: float | None = flag(None, "With --clean: remove what was not used for longest, until this size is left."),
     draft: str | None = flag(None, "Examine a trained head: answer a dozen prompts and report what may be wrong."),
     link: str | None = flag(
         None, "Time the link to an outpace draft-worker, grpc://HOST:PORT, and simulate which method pays over it."
@@ -70,6 +73,11 @@ def doctor(
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
     if draft is None and link is None and target is not None:
         raise UserError("--target names the target of a head or of a link: name one with --draft or --link")
+    for name, value in (("unused-days", unused_days), ("max-gib", max_gib)):
+        if value is not None and not clean:
+            raise UserError(f"--{name} is for --clean, add it or leave out --{name}")
+        if value is not None:
+            check_range(name, value, 0.0)
     if link is not None and draft is not None:
         raise UserError("--link and --draft cannot be combined, name one of them")
     if link is not None:
@@ -77,7 +85,7 @@ def doctor(
     elif draft is not None:
         found = head_report.examine(target, draft, quiet=as_json)
     else:
-        found = _clean_cache() if clean else collect(quiet=as_json)
+        found = _clean_cache(unused_days, max_gib) if clean else collect(quiet=as_json)
     if as_json:
         display.print_json(found)
     elif link is not None or draft is not None:
@@ -87,7 +95,7 @@ def doctor(
         for line in _clean_report(found):
             display.stdout().print(line, soft_wrap=True)
     else:
-        display.stdout().print(_table(found))
+        _print(found)
 
 
 def collect(quiet: bool = True) -> dict[str, Any]:
@@ -169,12 +177,40 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _table(found: dict[str, Any]) -> Table:
-    rows = [*_machine(found), *_default_model(found["model"]), *_cache_rows(found["cache"])]
-    for name, (purpose, _) in EXTRAS.items():
-        there = "installed" if found["extras"][name] else f"not installed; {install_command(name)}"
-        rows.append((f"extra {name}", f"{there} ({purpose})"))
-    return _grid(rows)
+def _print(found: dict[str, Any]) -> None:
+    """Print the verdict, then a section for each part."""
+    console = display.stdout()
+    verdict, is_ready = _verdict(found)
+    console.print(verdict, style="green" if is_ready else "yellow", soft_wrap=True)
+    extras = [
+        (f"{'✓' if found['extras'][name] else '·'} {name}", purpose) for name, (purpose, _) in sorted(EXTRAS.items())
+    ]
+    if not all(found["extras"].values()):
+        extras.append(("", f"not installed (·): {install_command('NAME')}"))
+    sections = {
+        "machine": _machine(found),
+        "shipped model": _default_model(found["model"]),
+        "cache": _cache_rows(found["cache"]),
+        "extras": extras,
+    }
+    for title, rows in sections.items():
+        console.print(f"\n{title}", style="bold")
+        console.print(_grid(rows))
+
+
+def _verdict(found: dict[str, Any]) -> tuple[str, bool]:
+    """Return a sentence that says whether outpace works here and how fast, and whether all is well."""
+    model = found["model"]
+    if "missing" in model:
+        return f"not ready: {model['missing']}", False
+    rate = f"the shipped model writes about {1 / model['pass_seconds']:.0f} tokens/s by plain decoding"
+    if _is_busy(found):
+        return f"ready, but other work slows this machine down: {rate}", False
+    return f"ready: {rate}", True
+
+
+def _is_busy(found: dict[str, Any]) -> bool:
+    return bool((found["load"] or 0) >= 0.5 * found["cores"])
 
 
 def _grid(rows: Iterable[tuple[str, str]]) -> Table:
@@ -195,7 +231,7 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("torch", _torch_line(found["torch"])),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
     ]
-    if (found["load"] or 0) >= 0.5 * found["cores"]:
+    if _is_busy(found):
         busy = f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here"
         rows.append(("busy", busy))
     return rows
@@ -214,7 +250,7 @@ def _kernels_line(kernels: dict[str, Any]) -> str:
 
 def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     if "missing" in model:
-        return [("default model", model["missing"])]
+        return [("model", model["missing"])]
     floor, measured = model["floor_seconds"], model["pass_seconds"]
     faster = " (memory is faster than estimated, or caches contain some of the weights)" if measured < floor else ""
     padding = f", rows padded to {model['row_counts']}" if model["row_counts"] else ""
@@ -222,7 +258,7 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
     runs = f"{weights} by {model['instruction_set'] or 'torch'}"
     rate = f"about {1 / floor:.0f} tokens/s by plain decoding"
     return [
-        ("default model", f"{model['name']}, {_megabytes(model['weight_bytes'], 0)} of weights read in each pass"),
+        ("model", f"{model['name']}, {_megabytes(model['weight_bytes'], 0)} of weights read in each pass"),
         ("computed in", "; ".join(filter(None, (runs, model["notice"])))),
         ("exact mode", f"on{padding}" if model["exact"] else "not available on this machine"),
         ("floor of a pass", f"about {1000 * floor:.1f} ms (estimate): {rate}, if memory is the limit"),
@@ -246,9 +282,9 @@ def _cache_contents() -> dict[str, Any]:
 def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return lines of the table: the folder, the largest entries, and the number of others."""
     if found["folder"] is None:
-        return [("cache", found["missing"])]
+        return [("folder", found["missing"])]
     large, small = found["entries"][:SHOWN_ENTRIES], found["entries"][SHOWN_ENTRIES:]
-    lines = [("cache", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
+    lines = [("folder", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
     lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
     if small:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(entry["kind"] for entry in small).items())
@@ -256,14 +292,24 @@ def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _clean_cache() -> dict[str, Any]:
-    """Remove what outpace has made in its cache folder; return what was removed, kept and why, and others' files."""
+def _clean_cache(unused_days: float | None, max_gib: float | None) -> dict[str, Any]:
+    """Remove what outpace has made in its cache folder, or only what was not used for some days or exceeds a size;
+    return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
     from outpace.models.files.cache import cache_folder
 
     folder = cache_folder()
+    entries = sorted(cache.list_entries(folder), key=lambda entry: entry.used)
+    total = sum(entry.bytes for entry in entries)
+    chosen = []
+    for entry in entries:  # the least recently used first
+        is_old = unused_days is not None and time.time() - entry.used > unused_days * 86400
+        is_too_much = max_gib is not None and total > max_gib * 2**30
+        if is_old or is_too_much or (unused_days is None and max_gib is None):
+            chosen.append(entry)
+            total -= entry.bytes
     removed, kept = list[dict[str, Any]](), list[dict[str, Any]]()
-    for entry in cache.list_entries(folder):
+    for entry in chosen:
         shown = _cache_entry(entry, folder)
         if (reason := cache.remove_entry(entry)) is None:
             removed.append(shown)
