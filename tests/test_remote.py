@@ -657,7 +657,8 @@ def test_the_generated_code_is_current(tmp_path: Path) -> None:
         (["generate", "x", "--worker", "grpc://no-such-host.invalid:1"], "is not known"),
         (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--draft", "none"], "the draft model is at"),
         (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--drafter", "ngram"], "name 'ngram' there"),
-        (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--method", "auto", "--width", "3"], "unknown option"),
+        (["generate", "x", "--worker", "grpc://127.0.0.1:1", "--method", "card"], "no draft worker at 127.0.0.1:1"),
+        (["generate", "x", "--worker", "127.0.0.1:1"], "did you mean 'grpc://127.0.0.1:1'"),
     ],
 )
 def test_wrong_flags(run: Run, tiny_folder: str, words: list[str], says: str) -> None:

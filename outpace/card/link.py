@@ -96,6 +96,14 @@ def read_address(text: str) -> Address:
     return Address(host, port, parts.scheme == "grpcs", key)
 
 
+def check_reachable(address: Address, what: str, patience: float = 5.0) -> None:
+    """Raise UserError if nothing accepts connections at an address; `what` should listen there."""
+    try:
+        socket.create_connection(address[:2], timeout=patience).close()
+    except OSError as error:
+        raise UserError(f"there is no {what} at {address} ({error.strerror or error})") from None
+
+
 def read_listen_address(text: str) -> tuple[str, int]:
     """Read the HOST:PORT to listen on; UserError for anything else."""
     host, _, port = text.rpartition(":")

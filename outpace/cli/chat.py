@@ -67,6 +67,8 @@ def chat(
 
     If standard input is a pipe, each line is a question.
     """
+    from outpace.models.load import without_template
+
     sampling.check()
     if url is not None:
         from outpace.cli.remote import RemoteModel
@@ -76,9 +78,9 @@ def chat(
         with process.at_safe_points():
             _talk(RemoteChat(remote, sampling, system), remote.model)
         return
-    with process.at_safe_points(), open_any(model, ctx.obj) as llm:
+    with process.at_safe_points(), open_any(model, ctx.obj, is_chat=True) as llm:
         if not llm.target.tokenizer.chat_template:
-            raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
+            raise UserError(without_template(llm.target.name))
         draft = getattr(llm, "draft", None)
         pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
         _talk(LocalChat(llm, sampling, system, color), f"{pair} by {llm.method}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, SEED, TARGET, TEXT
-from outpace.cli.process import sigterm_as_interrupt
+from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
 from outpace.core.errors import UserError, check_whole, require, unknown
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def distill(
     if packing.pack is not None:
         _pack(Path(packing.pack), options, as_json)
         return
-    with sigterm_as_interrupt():  # finished work is kept
+    with sigterm_as_interrupt(), saying_what_is_kept(out):
         if text.write_prompts is None:
             _run(options, as_json)
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -65,6 +67,7 @@ def forecast(
 ) -> None:
     """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
     require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
+    _check_columns(file, [columns.time, columns.value, *([columns.series] if columns.series is not None else [])])
     check_plot("--plot", plot)
     check_range("threads", models.threads, 1, num_cores())
     set_num_threads(models.threads)
@@ -95,6 +98,20 @@ def forecast(
         display.say(_sentence(forecaster, found))
     if plot is not None:
         _draw(plot, series, found, forecaster.target.patch_length, truths)
+
+
+def _check_columns(file: Path, names: Sequence[str]) -> None:
+    """Raise UserError, before anything is imported or loaded, if the file or a column is missing."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as stream:
+            found = next(csv.reader(stream), [])
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (UnicodeError, csv.Error):
+        return  # the reader of the table reports it
+    for name in names if found else ():
+        if name not in found:
+            raise UserError(f"there is no column {name!r}, the columns are {', '.join(map(repr, found))}")
 
 
 def _summary(forecaster: Forecaster, found: SampledForecast, seed: int | None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def generate(
 
     params = SamplingParams(**sampling.options(), **answer.options(as_json))
     conversation = _conversation(prompt, system, prefill, raw)
-    with process.at_safe_points(), open_any(model, ctx.obj, quiet=as_json) as llm:
+    with process.at_safe_points(), open_any(model, ctx.obj, quiet=as_json, is_chat=not raw) as llm:
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         is_complete = all(_write(stream, as_json, explain, streams[-1], precision) for stream in streams)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET
-from outpace.cli.process import sigterm_as_interrupt
+from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
 from outpace.core.errors import UserError, check_range
 from outpace.models.options import LoadOptions
 
@@ -58,7 +58,7 @@ def judge(
         check_range("threads", pair.threads, 1, num_cores())
         set_num_threads(pair.threads)
     options = JudgeOptions(tasks, out, MiningOptions(max_tokens, batch, run_tests))
-    with sigterm_as_interrupt(), ProgressDisplay(as_json) as progress:
+    with sigterm_as_interrupt(), saying_what_is_kept(out), ProgressDisplay(as_json) as progress:
         target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())
         if draft is None or draft.is_head:
             raise UserError("a judge learns from a draft model's mismatches: name one with --draft")

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
 OWN_FLAGS = ("target", "draft", "drafter", "threads", "options")  # the fields of ModelFlags that concern the draft
 
 
-def open_any(model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False) -> LLM | RemoteTarget:
-    """Load the models, or the draft alone for a target on another machine."""
+def open_any(
+    model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False, is_chat: bool = False
+) -> LLM | RemoteTarget:
+    """Load the models, or the draft alone for a target on another machine. With `is_chat` the target needs a chat
+    template, which is checked first."""
     from outpace.card.link import is_address
+    from outpace.models.load import check_chat_template
 
-    return open_remote_target(model, extra, quiet) if is_address(model.target) else model.open(extra, quiet=quiet)
+    if is_address(model.target):
+        return open_remote_target(model, extra, quiet)
+    if is_chat:
+        check_chat_template(model.target)
+    return model.open(extra, quiet=quiet)
 
 
 def open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool) -> RemoteTarget:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.cli.flags import flag
 from outpace.core.errors import UserError, check_range
 from outpace.models.files.reading import read_named_text
-from outpace.models.options import LoadOptions
+from outpace.models.options import LoadOptions, Progress
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -135,6 +136,18 @@ SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
 JSON = flag(False, "Write one line of JSON to stdout, and nothing else.", "--json")
 
 
+def after(check: Callable[[], None], progress: Progress) -> Progress:
+    """Return a progress function whose first call, after all options were checked, runs another check."""
+    pending = [check]
+
+    def show(stage: str, fraction: float) -> None:
+        while pending:
+            pending.pop()()
+        progress(stage, fraction)
+
+    return show
+
+
 @dataclass(frozen=True)
 class ModelFlags:
     """The models to load, and the decoding method."""
@@ -196,6 +209,7 @@ class ModelFlags:
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""
         from outpace.api.llm import load
+        from outpace.card.link import check_reachable, is_address, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
         from outpace.core.lazy import num_cores, set_num_threads
@@ -212,7 +226,10 @@ class ModelFlags:
         if self.is_on_ray:
             given |= {"worker": self._place_on_ray(extra), "draft": None, "drafter": None}
             extra = {name: value for name, value in extra.items() if name not in self._drafter_options}
-        with loading_bar(quiet, bar_after) as progress:
+        with loading_bar(quiet, bar_after) as show:
+            progress = show
+            if is_address(self.worker):
+                progress = after(partial(check_reachable, read_address(str(self.worker)), "draft worker"), show)
             llm = load(progress=progress, **given, **extra)
         if self.options.exact and not llm.target.model.exact:
             llm.close()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -127,6 +128,19 @@ def _die() -> None:
             os.write(2, _SHOW_CURSOR)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def saying_what_is_kept(folder: Path | None) -> Iterator[None]:
+    """Give an interrupt in the block a sentence about what was kept, which the program shows: the folder in which the
+    same command continues, or None if nothing is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        is_kept = folder is not None and folder.exists()
+        raise KeyboardInterrupt(
+            f"the same command continues in {folder}" if is_kept else "nothing was stored"
+        ) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +60,8 @@ class BuildOptions:
         if self.draft_threads is not None:
             check_whole("draft_threads", self.draft_threads, 1, 1024)
         if self.worker not in (None, *WORKERS) and not self.is_remote:
+            if re.fullmatch(r"[\w.-]+:\d+", str(self.worker)):
+                raise UserError(f"unknown worker {self.worker!r}; did you mean 'grpc://{self.worker}'?")
             raise unknown("worker", str(self.worker), (*WORKERS, "grpc://HOST:PORT"))
         if self.is_remote and self.drafter is not None:
             raise UserError(f"the drafter runs at {self.worker}: name {self.drafter!r} there, not here")

@@ -187,6 +187,24 @@ def check_files(models: Sequence[tuple[Any, LoadOptions]], same_tokens: bool, fr
     return f"{what}: choose a smaller draft, or none"
 
 
+def check_chat_template(target: str | None) -> None:
+    """Raise UserError if the header of a local model's files shows that it has no chat template."""
+    if target is not None and not Path(target).expanduser().exists():
+        return
+    try:
+        with open_source(locate(target)) as source:
+            has_template = source.has_chat_template
+    except UserError:  # loading reports it, or another runtime reads these files
+        return
+    if not has_template:
+        raise UserError(without_template(str(target)))
+
+
+def without_template(target: str) -> str:
+    """Return the sentence about a model without a chat template."""
+    return f"{target} has no chat template: `outpace generate --raw` continues a text as it is"
+
+
 def misfit(target: str, draft: str, differs: str) -> str:
     """Return the sentence about a draft with other tokens than its target's."""
     advice = "drafter translated takes a draft with another tokenizer"

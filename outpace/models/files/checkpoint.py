@@ -23,6 +23,7 @@ from outpace.models.files.reading import (
     read_json,
     read_optional_json,
 )
+from outpace.models.files.tokenizer_folder import read_templates
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
@@ -60,6 +61,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __exit__(self, *error: object) -> None:
         """Do nothing: a mapping is released with its last array."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(read_templates(self.path, read_optional_json(self.path / "tokenizer_config.json")))
 
     def vocabulary(self) -> dict[int, str]:
         """Return the tokens by id as tokenizer.json lists them, without building the tokenizer; empty if it lists

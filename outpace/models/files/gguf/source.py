@@ -55,6 +55,10 @@ class GgufSource(AbstractContextManager["GgufSource"]):
     def __exit__(self, *error: object) -> None:
         """Do nothing: the mapping is released with the last array."""
 
+    @property
+    def has_chat_template(self) -> bool:
+        return any(key.startswith("tokenizer.chat_template") for key in self._header.metadata)
+
     def vocabulary(self) -> dict[int, str]:
         """Return the tokens by id, without building the tokenizer."""
         return dict(enumerate(self._header.metadata.get("tokenizer.ggml.tokens", ())))
