@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,18 +63,23 @@ def say_written(what: str, file: Path) -> None:
 
 
 def show_rounds(rounds: Sequence[RoundStats]) -> None:
-    """Print to stderr what the planner expected of each round, the result, and why it drafted no more."""
+    """Print to stderr how many rounds verified how many rows, then what the planner expected of each round, the result,
+    and why it drafted no more."""
+    groups = Counter(one.verified_rows for one in rounds)
+    emitted = sum(one.emitted for one in rounds)
+    by_rows = ", ".join(f"{count} of {rows} row{'s' if rows > 1 else ''}" for rows, count in sorted(groups.items()))
+    say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}")
     table = Table(box=None, title_justify="left", title="rounds: expected by the planner, and measured")
-    for column in ("round", "layer\nwidths", "rows", "expected\ntokens", "tokens", "expected\nms", "ms"):
-        table.add_column(column, justify="right")
-    table.add_column("why no more", min_width=24)
+    for column in ("round", "level\nwidths", "rows", "expected\ntokens", "tokens", "expected\nms", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("why no more", no_wrap=True, overflow="ellipsis")
     for number, one in enumerate(rounds, 1):
         plan = one.plan
         widths = tokens = seconds = ""
         if plan is not None:
             widths = " ".join(map(str, plan.widths)) or "none"
             tokens, seconds = f"{plan.tokens:.2f}", f"{1e3 * plan.seconds:.1f}"
-        why = "the method does not plan its rounds" if plan is None else plan.why
+        why = "not planned by this method" if plan is None else plan.why
         measured = str(one.verified_rows), tokens, str(one.emitted), seconds, f"{1e3 * one.seconds:.1f}"
         table.add_row(str(number), widths, *measured, why)
     stderr().print(table)
