@@ -40,6 +40,12 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
 
 
+def print_sentence(text: str, style: str | None = None) -> None:
+    """Print a sentence to stdout, wrapped at spaces on a terminal and in one line elsewhere."""
+    console = stdout()
+    console.print(text, style=style, soft_wrap=not console.is_terminal)
+
+
 def say(text: str, style: str = GREY) -> None:
     """Print one line to stderr without wrapping it."""
     stderr().print(text, style=style, soft_wrap=True)
@@ -69,19 +75,18 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     emitted = sum(one.emitted for one in rounds)
     by_rows = ", ".join(f"{count} of {rows} row{'s' if rows > 1 else ''}" for rows, count in sorted(groups.items()))
     say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}")
-    table = Table(box=None, title_justify="left", title="rounds: expected by the planner, and measured")
-    for column in ("round", "level\nwidths", "rows", "expected\ntokens", "tokens", "expected\nms", "ms"):
+    title = "by round: measured, and in brackets what the planner expected"
+    table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
+    for column in ("round", "widths", "rows", "tokens", "ms"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("why no more", no_wrap=True, overflow="ellipsis")
     for number, one in enumerate(rounds, 1):
-        plan = one.plan
-        widths = tokens = seconds = ""
+        plan, tokens, seconds = one.plan, str(one.emitted), f"{1e3 * one.seconds:.1f}"
+        widths, why = "", "not planned by this method"
         if plan is not None:
-            widths = " ".join(map(str, plan.widths)) or "none"
-            tokens, seconds = f"{plan.tokens:.2f}", f"{1e3 * plan.seconds:.1f}"
-        why = "not planned by this method" if plan is None else plan.why
-        measured = str(one.verified_rows), tokens, str(one.emitted), seconds, f"{1e3 * one.seconds:.1f}"
-        table.add_row(str(number), widths, *measured, why)
+            widths, why = " ".join(map(str, plan.widths)) or "none", plan.why
+            tokens, seconds = f"{tokens} ({plan.tokens:.2f})", f"{seconds} ({1e3 * plan.seconds:.1f})"
+        table.add_row(str(number), widths, str(one.verified_rows), tokens, seconds, why)
     stderr().print(table)
 
 

@@ -93,7 +93,7 @@ def doctor(
         display.stdout().print(_grid(report.rows_of(found)))
     elif clean:
         for line in _clean_report(found):
-            display.stdout().print(line, soft_wrap=True)
+            display.print_sentence(line)
     else:
         _print(found)
 
@@ -181,7 +181,7 @@ def _print(found: dict[str, Any]) -> None:
     """Print the verdict, then a section for each part."""
     console = display.stdout()
     verdict, is_ready = _verdict(found)
-    console.print(verdict, style="green" if is_ready else "yellow", soft_wrap=True)
+    display.print_sentence(verdict, "green" if is_ready else "yellow")
     extras = [
         (f"{'✓' if found['extras'][name] else '·'} {name}", purpose) for name, (purpose, _) in sorted(EXTRAS.items())
     ]

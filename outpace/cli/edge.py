@@ -149,7 +149,7 @@ def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> Non
     for one in choices(link):
         table.add_row(one.name, f"{one.time:.2f}", "-" if one.length is None else str(one.length), one.note)
     display.stdout().print(table)
-    display.stdout().print(advice(link), soft_wrap=True)
+    display.print_sentence(advice(link))
 
 
 def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> None:
@@ -176,7 +176,7 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
     else:
         display.stdout().print(report.table(found))
         for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
-            display.stdout().print(sentence, soft_wrap=True)
+            display.print_sentence(sentence)
     if study.plot is not None:
         from outpace.edge.plot import plot
 

@@ -131,7 +131,7 @@ def simulate(
         display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title, output.wide))
-        display.stdout().print(report.conclusion(outcomes), soft_wrap=True)
+        display.print_sentence(report.conclusion(outcomes))
     if output.plot is not None:
         failed += write_all([partial(report.plot, outcomes, title, output.plot)])
         display.say_written("plot", output.plot)
