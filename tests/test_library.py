@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
 import warnings
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +237,24 @@ def test_models_by_name_or_loaded_or_one_of_each(tiny_folder: str, target: Loade
     assert [llm.draft for llm in alone] == [None] * 3
     for llm in alone:
         llm.close()
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pickle.dumps,
+        copy.copy,
+        copy.deepcopy,
+        ForkingPickler.dumps,  # a new process of multiprocessing gets its arguments by it
+        lambda llm: pickle.dumps(llm.generate, protocol=2),
+        lambda llm: pickle.dumps({"llm": [llm]}),
+    ],
+)
+def test_an_llm_cannot_be_pickled_or_copied(tiny_folder: str, copies: Callable[[Any], Any]) -> None:
+    with outpace.load(tiny_folder) as llm:
+        with pytest.raises(outpace.UserError, match=r"an LLM cannot be pickled or copied, .*: pass the model's name"):
+            copies(llm)
+        assert llm.generate("hello", max_tokens=2)
 
 
 def test_repr_names_model_and_method(target: Loaded) -> None:

@@ -130,8 +130,8 @@ def _die() -> None:
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a SIGTERM in the block; whatever handles it, the command exits with TERMINATED."""
+def sigterm_as_interrupt(status: int = TERMINATED) -> Iterator[None]:
+    """Raise KeyboardInterrupt for a SIGTERM in the block; whatever handles it, the command exits with this status."""
     was_terminated = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -148,7 +148,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
     if was_terminated:
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(status)
 
 
 class OutputError(UserError):
