@@ -25,7 +25,7 @@ from outpace.core.errors import install_command
 from outpace.core.stats import RoundStats, summarize
 from outpace.drafters.ngram import NgramDrafter
 
-FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tokens_per_second"} | {
+FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "sampling_params", "tokens_per_second"} | {
     "time_to_first_token",
     "mean_accepted_length",
     "draft_acceptance",

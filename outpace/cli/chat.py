@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -69,7 +69,8 @@ def chat(
     with process.at_safe_points(), open_any(model, ctx.obj) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(f"{llm.target.name} has no chat template: outpace generate --raw continues a text by it")
-        _talk(LocalChat(llm, sampling, system, color), f"{llm.target.name} by {llm.method}")
+        local = LocalChat(llm, sampling, system, color, sampling.recommended(llm))
+        _talk(local, f"{llm.target.name} by {llm.method}")
 
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
@@ -185,8 +186,8 @@ class RemoteChat(ChatSession):
         super().__init__(system)
         self._remote = remote
         given, defaults = sampling.options(), ChatFlags().options()
-        always = ("max_tokens", "temperature", "seed")
-        self._fields = {name: value for name, value in given.items() if name in always or value != defaults[name]}
+        always = {name: given.get(name, 0.0) for name in ("max_tokens", "temperature", "seed")}
+        self._fields = always | {name: value for name, value in given.items() if value != defaults.get(name)}
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
         answer = self._remote.answer(messages, self._fields, printer.write)
@@ -199,13 +200,20 @@ class RemoteChat(ChatSession):
 class LocalChat(ChatSession):
     """A conversation with a model in this process."""
 
-    def __init__(self, llm: LLM | RemoteTarget, sampling: SamplingFlags, system: str | None, color: bool) -> None:
+    def __init__(
+        self,
+        llm: LLM | RemoteTarget,
+        sampling: SamplingFlags,
+        system: str | None,
+        color: bool,
+        recommended: Mapping[str, Any] = {},
+    ) -> None:
         super().__init__(system, color)
-        self._llm, self._sampling = llm, sampling
+        self._llm, self._max_tokens, self._options = llm, sampling.max_tokens, sampling.options(recommended)
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
         self._remove_oldest(messages)
-        stream = self._llm.stream(messages, **self._sampling.options())
+        stream = self._llm.stream(messages, **self._options)
         display.write_answer(stream, printer.show)
         result = stream.finish()
         return result.text, display.summary(result)
@@ -214,7 +222,7 @@ class LocalChat(ChatSession):
         """Remove the oldest questions and answers until the context has space for a good answer."""
         first, before = len(self._opening), len(messages)
         context = self._llm.target.model.max_positions
-        reserved = min(self._sampling.max_tokens, context // ANSWER_SHARE)
+        reserved = min(self._max_tokens, context // ANSWER_SHARE)
         while len(messages) > first + 1 and len(self._llm.tokenizer.chat(messages)) + reserved > context:
             del messages[first : first + 2]
         if dropped := (before - len(messages)) // 2:

@@ -201,6 +201,7 @@ def _model(service: Service, request: Request) -> dict[str, Any]:
 
 def _model_entry(service: Service, name: str) -> dict[str, Any]:
     entry = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace"}
+    entry["default_sampling_params"] = service.chat_model.default_sampling
     return {**entry, "root": service.llm.target.name, "parent": None, "max_model_len": service.max_model_len}
 
 
