@@ -47,7 +47,9 @@ def chat(
     system: str | None = SYSTEM,
     color: bool = flag(False, "Show accepted draft tokens in colour."),
     url: str | None = flag(
-        None, "Talk to a server with the OpenAI API, such as outpace serve; --target names its model."
+        None,
+        "Talk to a server with the OpenAI API, such as outpace serve; --target names its model. The temperature is 0"
+        " unless --temperature is given.",
     ),
     api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:
