@@ -219,6 +219,14 @@ def test_values_that_change_nothing_are_accepted(site: Served, path: str) -> Non
     assert text_of(ask(site, path, temperature=0, **same)) == plain
 
 
+def test_prompts_are_counted_as_they_are_answered(site: Served) -> None:
+    for path, fields in (("/tokenize", {}), ("/v1/messages/count_tokens", {"max_tokens": 9, "stop_sequences": ["a"]})):
+        assert site.ask(path, {"messages": HELLO, "think": False, "max_new_tokens": 9, **fields}).status == 200
+        for name, value in (("documents", [{"text": "a"}]), ("chat_template", "a"), ("enable_thinking", "no")):
+            found = site.ask(path, {"messages": HELLO, name: value})
+            assert (found.status, name in found.json["error"]["message"]) == (400, True), found.body
+
+
 def test_no_limit_of_length(site: Served) -> None:
     """As in llama.cpp, -1 means as many tokens as the context has."""
     for path in BODIES:

@@ -17,6 +17,7 @@ from outpace.server.generation_request import (
     chat_request,
     template_values,
 )
+from outpace.server.other_fields import refuse_others
 from outpace.server.request_body import Body, MaxTokens, SamplingBody
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
@@ -149,6 +150,7 @@ def conversation(body: ConversationBody, service: Service) -> Conversation:
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
     """Count the tokens of a conversation's prompt."""
+    refuse_others(body.model_extra or {}, MessagesBody.model_fields, {})
     return {"input_tokens": len(conversation(body, service).render())}
 
 
