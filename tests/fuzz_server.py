@@ -44,7 +44,12 @@ COMMON = {
     **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3},
     **{"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [20, 21], "bad_words": ["x"]},
     **{"return_token_ids": True, "return_sources": True, "return_rounds": True, "ignore_eos": False, "stream": True},
+    **{"skip_special_tokens": False, "cache_salt": "a", "random_seed": 3, "repeat_penalty": 1.1, "repeat_last_n": 64},
     **{"logit_bias": {"5": 1.0}, "outpace": {"speculation": True, "nodes": 4}, "metadata": {"a": "b"}, "model": "tiny"},
+}
+TEMPLATE = {
+    **{"chat_template_kwargs": {}, "enable_thinking": False, "reasoning_effort": "low", "verbosity": "low"},
+    **{"thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}, "add_generation_prompt": True},
 }
 VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fields, optional fields
     (
@@ -63,7 +68,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fi
             "response_format": JSON_FORMAT,
             "structured_outputs": {"regex": "[ab]+"},
             "prediction": {"type": "content", "content": "hello"},
-            "chat_template_kwargs": {},
+            **TEMPLATE,
             "messages": [*HELLO, TURN, {"role": "assistant", "function_call": {"name": "f"}}, *HELLO],
         },
     ),
@@ -76,14 +81,15 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fi
         "/v1/responses",
         {"input": "hello", "max_output_tokens": 3},
         {
-            **{**COMMON, "instructions": "be", "text": {"format": {"type": "text"}}, "top_logprobs": 1, "tools": []},
+            **{**COMMON, **TEMPLATE, "truncation": "auto", "instructions": "be", "top_logprobs": 1, "tools": []},
+            "text": {"format": {"type": "text"}},
             "input": [*HELLO, {"type": "reasoning", "summary": []}, UNKNOWN, *CALLS, TURN],
         },
     ),
     (
         "/v1/messages",
         {"messages": HELLO, "max_tokens": 3},
-        {**COMMON, "system": "be", "stop_sequences": ["a"], "tools": [], "tool_choice": {"type": "auto"}}
+        {**COMMON, **TEMPLATE, "system": "be", "stop_sequences": ["a"], "tools": [], "tool_choice": {"type": "auto"}}
         | {"messages": [*HELLO, TURN, *HELLO]},
     ),
     ("/v1/messages/count_tokens", {"messages": HELLO}, {"system": [{"type": "text", "text": "be"}]}),
@@ -92,7 +98,7 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # path, required fi
     ("/detokenize", {"tokens": [5, 6]}, {"model": "tiny"}),
 ]
 VALUES: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 127, 10**6, 2**31, 2**63, 2**70, -(2**70), 0.5, 1.5, -0.0, 1e308, -1e-308),
+    *(None, True, False, 0, -1, 1, 2, 3.0, 127, 10**6, 2**31, 2**63, 2**70, -(2**70), 0.5, 1.5, -0.0, 1e308, -1e-308),
     *("", "a", "hello", "\0", "\ud83d", "ü" * 300, "[" * 100, "a" * 5000, "{% raw %}", "<|im_end|>", "none"),
     *([], [[]], [None], [1, 2], ["x"], [{}], {}, {"a": {}}, {"type": "text"}, {"type": "object"}, [HELLO], HELLO),
     [{"role": "user"}],

@@ -14,6 +14,7 @@ from mutation_checks import BROKEN, Mutation, Original
 from outpace_kernels import NodeDelta
 
 from outpace.api import scoring
+from outpace.api.llm import LLM
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.loop import DraftedRequest, DraftLoop
 from outpace.core.drafting import DraftDirectives
@@ -253,6 +254,9 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_judge_mining.py::test_the_classifier_with_its_scaler_folded_in_is_scikit_learns": [
         ("judge: the scaler forgotten", training, "_best_fit", unscaled)
+    ],
+    "test_library.py::test_an_llm_cannot_be_pickled_or_copied": [
+        ("library: an LLM is copied", LLM, "__reduce__", returning((dict, ())))
     ],
     "test_scoring.py::test_the_number_of_an_answer": [
         ("scorer: the first number counts", scoring, "number_in", first_number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mutation_checks import Original
@@ -13,7 +14,7 @@ from outpace.card.wire import LayerLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, schema
-from outpace.server import chat_completions, content, request_body, responses, tool_calls
+from outpace.server import chat_completions, content, generation_request, request_body, responses, tool_calls
 from outpace.server.admission import Admission, Reservation
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
@@ -85,7 +86,28 @@ def of_chats_only(convert: Original) -> Original:
     )
 
 
+def alone(render_within: Original) -> Original:
+    """Keep only the last turn of a conversation that is too long."""
+    return lambda self, most: render_within(self, 1)
+
+
+def without_penalties(refuse_others: Original) -> Original:
+    return lambda unknown, fields, penalties: refuse_others(unknown, fields, {})
+
+
+def without_salt(prepare: Original) -> Original:
+    return lambda llm, prompt, choice, request, key: prepare(
+        llm, prompt, choice, replace(request, cache_salt=None), key
+    )
+
+
+def by_the_own_name(with_own_names: Original) -> Original:
+    return lambda given, fields: ({**given}, {})
+
+
 REMOTE, HISTORIES = "test_remote.py::test_", "test_histories.py::test_"
+FIELDS = "test_other_fields.py::test_"
+NO_VALUES = ("template_values", lambda read: lambda body: {})
 LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
@@ -103,6 +125,13 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (HISTORIES, "the_prefix_cache_survives_the_changing_line", tool_calls, "_without_billing", unchanged),
     (HISTORIES, "nothing_that_is_kept_locks_a_conversation", tool_calls, "merged", unchanged),
     (HISTORIES, "tokenize_has_the_prompt_of_a_chat", chat_completions, "conversation", of_chats_only),
+    (FIELDS, "other_names_of_fields_are_taken", request_body, "with_own_names", by_the_own_name),
+    (FIELDS, "values_that_would_change_the_answer_are_refused", request_body, "refuse_others", nothing),
+    (FIELDS, "values_that_would_change_the_answer_are_refused", request_body, "refuse_others", without_penalties),
+    (FIELDS, "a_seed_of_minus_one_is_drawn", request_body.secrets, "randbelow", lambda draw: lambda most: 7),
+    (FIELDS, "a_cache_salt_separates_requests", generation_request, "_prepare", without_salt),
+    (FIELDS, "a_long_conversation_is_shortened_on_request", generation_request.Conversation, "render_within", alone),
+    ("test_client_fields.py::test_", "the_effort_of_reasoning_reaches_the_template", chat_completions, *NO_VALUES),
     (REMOTE, "an_invalid_layer_is_refused", wire, "check", nothing),
     (REMOTE, "a_million_nodes_are_refused", LayerLimit, "count", nothing),
     (REMOTE, "an_invalid_correction_is_refused", SentRequest, "_read_correction", of_any_length),

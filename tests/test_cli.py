@@ -28,7 +28,7 @@ from outpace.core.stats import RoundStats, summarize
 from outpace.drafters.ngram import NgramDrafter
 from outpace.models.files import cache
 
-FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "tokens_per_second"} | {
+FIELDS = {"text", "tokens", "finish_reason", "method", "precision", "seed", "sampling_params", "tokens_per_second"} | {
     "time_to_first_token",
     "mean_accepted_length",
     "draft_acceptance",

@@ -163,7 +163,23 @@ def test_values_that_would_change_the_answer_are_refused(fields: dict[str, Any],
         ("/v1/responses", {"reasoning": {"effort": "high", "summary": None}}, "high "),
         ("/v1/responses", {"reasoning": {"effort": None}}, " "),
         ("/v1/messages", {"thinking": {"type": "disabled"}}, "none False"),
-        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, " "),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, " True"),
+        ("/v1/messages", {"thinking": {"type": "adaptive"}}, " "),
+        *[
+            (path, fields, expected)
+            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+            for fields, expected in (
+                ({"enable_thinking": False}, " False"),
+                ({"enable_thinking": True, "reasoning_effort": "high"}, "high True"),
+                ({"thinking": {"type": "disabled"}}, "none False"),
+                ({"thinking": True}, " True"),
+                ({"think": False}, "none False"),
+                ({"reasoning": {"effort": "minimal"}}, "minimal "),
+                ({"reasoning": {"enabled": False}}, "none False"),
+                ({"chat_template_kwargs": {"reasoning_effort": "x"}, "enable_thinking": False}, "x False"),
+                ({"chat_template_args": {"enable_thinking": 5}, "thinking": False}, "none 5"),
+            )
+        ],
         ("/v1/messages", {"output_config": {"effort": "medium"}}, "medium "),
     ],
 )

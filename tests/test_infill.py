@@ -142,7 +142,12 @@ def test_infill_as_in_llama_cpp(site: Served, temperature: float, speculation: b
     parts = {"input_prefix": "hel", "prompt": "lo", "input_suffix": " 12"}
     parts["input_extra"] = [{"filename": name, "text": text} for name, text in files]
     asked = {**parts, "temperature": temperature, "seed": 4, "n_predict": 20, "ignore_eos": True, "cache_prompt": True}
-    asked |= {"samplers": ["temperature"], "outpace": {"speculation": speculation}, "t_max_predict_ms": 500}
+    asked |= {
+        "samplers": ["temperature"],
+        "outpace": {"speculation": speculation},
+        "t_max_predict_ms": 500,
+        "n_indent": 4,
+    }
     options = {"max_tokens": 20, "temperature": temperature, "seed": 4, "ignore_eos": True}
     expected = site.llm.infill("hello", " 12", files=files, plain=True, **options)
     whole = site.ask("/infill", asked).json

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import threading
 import warnings
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +253,24 @@ def test_a_result_prints_as_three_lines_and_has_vllms_names(target: Loaded) -> N
         ("hello", second.text, second.tokens),
     ]
     assert messages.prompt is None
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pickle.dumps,
+        copy.copy,
+        copy.deepcopy,
+        ForkingPickler.dumps,  # a new process of multiprocessing gets its arguments by it
+        lambda llm: pickle.dumps(llm.generate, protocol=2),
+        lambda llm: pickle.dumps({"llm": [llm]}),
+    ],
+)
+def test_an_llm_cannot_be_pickled_or_copied(tiny_folder: str, copies: Callable[[Any], Any]) -> None:
+    with outpace.load(tiny_folder) as llm:
+        with pytest.raises(outpace.UserError, match=r"an LLM cannot be pickled or copied, .*: pass the model's name"):
+            copies(llm)
+        assert llm.generate("hello", max_tokens=2)
 
 
 def test_repr_names_model_and_method(target: Loaded) -> None:

@@ -196,14 +196,14 @@ def response(site: Served, **fields: Any) -> Answered:
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
-        ({"reasoning": {"effort": "low", "summary": "auto", "max_tokens": 5}}, "reasoning.max_tokens"),
+        ({"reasoning": {"effort": "low", "summary": "auto", "more": 5}}, "reasoning.more"),
         ({"stream_options": {"include_obfuscation": False, "more": 1}}, "stream_options.more"),
         (
             {"tools": [{"type": "function", "name": "f", "more": 1}], "tool_choice": "none"},
             "tools.0.more",
         ),
         ({"return_rounds": True}, "return_rounds"),
-        ({"t_max_predict_ms": 5}, "t_max_predict_ms"),
+        ({"response_fields": ["a"]}, "response_fields"),
     ],
 )
 def test_unknown_fields_of_the_responses_api_are_named(site: Served, fields: dict[str, Any], ignored: str) -> None:

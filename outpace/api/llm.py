@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
@@ -176,6 +176,11 @@ class LLM(AbstractContextManager["LLM"]):
         """Compile the grammar of these parameters in advance; UserError if it cannot be enforced."""
         if params.structure:
             self.grammars.compile(params.structure)
+
+    def __reduce__(self) -> NoReturn:
+        """Raise UserError: `pickle`, `copy` and new processes of `multiprocessing` call this."""
+        why = "its threads, locks and mapped weights belong to this process"
+        raise UserError(f"an LLM cannot be pickled or copied, {why}: pass the model's name, and load it there")
 
     def __exit__(self, *error: object) -> None:
         self.close()

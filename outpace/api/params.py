@@ -22,8 +22,8 @@ LOGPROBS_MODES = ("raw", "processed")
 class SamplingParams:
     """Options of one answer. The text depends on these, on the target and on the prompt, and on nothing else.
 
-    Names are those of vLLM; defaults are our own, notably `temperature` 0. A value out of range raises UserError when
-    the object is created.
+    Names are those of vLLM; defaults are our own, notably `temperature` 0, whatever the model's files recommend. A
+    value out of range raises UserError when the object is created.
 
     Length and end:
         max_tokens: maximum number of tokens to generate, at least 1.

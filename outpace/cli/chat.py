@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,9 @@ def chat(
     system: str | None = SYSTEM,
     color: bool = flag(False, "Show accepted draft tokens in colour."),
     url: str | None = flag(
-        None, "Talk to a server with the OpenAI API, such as outpace serve; --target names its model."
+        None,
+        "Talk to a server with the OpenAI API, such as outpace serve; --target names its model. The temperature is 0"
+        " unless --temperature is given.",
     ),
     api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:
@@ -83,7 +85,8 @@ def chat(
             raise UserError(without_template(llm.target.name))
         draft = getattr(llm, "draft", None)
         pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
-        _talk(LocalChat(llm, sampling, system, color), f"{pair} by {llm.method}")
+        local = LocalChat(llm, sampling, system, color, sampling.recommended(llm))
+        _talk(local, f"{pair} by {llm.method}")
 
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
@@ -175,7 +178,8 @@ def _changed(sampling: SamplingFlags, words: str) -> SamplingFlags:
     numbers = {name: kind for name, kind in kinds.items() if kind in ("int", "float")}
     name, _, text = words.replace("=", " ").partition(" ")
     if not words:
-        display.say(", ".join(f"{name} {getattr(sampling, name)}" for name in numbers))
+        values = {name: getattr(sampling, name) for name in numbers}
+        display.say(", ".join(f"{name} {'default' if value is None else value}" for name, value in values.items()))
         return sampling
     name = name.replace("-", "_")
     if name not in numbers:
@@ -265,8 +269,8 @@ class RemoteChat(ChatSession):
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
         given, defaults = self._sampling.options(), ChatFlags().options()
-        always = ("max_tokens", "temperature", "seed")
-        asked = {name: value for name, value in given.items() if name in always or value != defaults[name]}
+        always = {name: given.get(name, 0.0) for name in ("max_tokens", "temperature", "seed")}
+        asked = always | {name: value for name, value in given.items() if value != defaults.get(name)}
         answer = self._remote.answer(messages, asked, printer.write)
         rate = answer.timings.get("predicted_per_second")
         parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
@@ -277,13 +281,20 @@ class RemoteChat(ChatSession):
 class LocalChat(ChatSession):
     """A conversation with a model in this process."""
 
-    def __init__(self, llm: LLM | RemoteTarget, sampling: SamplingFlags, system: str | None, color: bool) -> None:
+    def __init__(
+        self,
+        llm: LLM | RemoteTarget,
+        sampling: SamplingFlags,
+        system: str | None,
+        color: bool,
+        recommended: Mapping[str, Any] = {},
+    ) -> None:
         super().__init__(sampling, system, color)
-        self._llm = llm
+        self._llm, self._recommended = llm, recommended
 
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
         self._remove_oldest(messages)
-        stream = self._llm.stream(messages, **self._sampling.options())
+        stream = self._llm.stream(messages, **self._sampling.options(self._recommended))
         written, loops = "", False
 
         def show(piece: Piece) -> None:

@@ -51,6 +51,13 @@ def say(text: str, style: str = GREY) -> None:
     stderr().print(text, style=style, soft_wrap=True)
 
 
+def say_recommended(sampling: Mapping[str, Any]) -> None:
+    """Say which sampling parameters come from the model's files, if any do."""
+    if sampling:
+        named = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        say(f"sampling as the model's files recommend: {named}; --generation-config none turns it off")
+
+
 def show_warnings_plainly() -> None:
     """Show each warning as one line, without its place in the code."""
     warnings.showwarning = lambda message, *place: say(f"warning: {message}", "yellow")

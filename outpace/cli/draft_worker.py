@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -51,6 +52,8 @@ class DraftListenFlags:
 def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags) -> None:
     """Draft for targets on other machines, which name this one by --worker grpc://HOST:PORT.
 
+    It runs until SIGTERM or Ctrl-C. Targets then decode plainly.
+
     The options of drafters (see outpace methods NAME) are flags too, as in --width 8.
     """
     require("a draft worker", "remote", "grpc")
@@ -75,15 +78,11 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
         set_num_threads(model.threads)
     with display.loading_bar(False) as progress:
         server = open_draft_server(model.draft, model.options, model.drafter, ctx.obj, authenticator(keys), progress)
-    with server:
+    with suppress(KeyboardInterrupt), process.sigterm_as_interrupt(status=0), server:  # both signals are its usual end
         port = server.listen(host, port, options.read_tls())
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         display.say(f"{server.own.name} drafts on {where}; Ctrl-C ends it")
-        try:
-            with process.sigterm_as_interrupt():
-                while not server.has_ended.wait(POLL_SECONDS):
-                    pass
-        except KeyboardInterrupt:
-            return
+        while not server.has_ended.wait(POLL_SECONDS):
+            pass
         if server.failure is not None:
             raise server.failure

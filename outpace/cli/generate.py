@@ -17,7 +17,10 @@ from outpace.models.files.reading import read_named_text
 
 if TYPE_CHECKING:
     from outpace.api.llm import Prompt, Result, Stream
+    from outpace.api.params import SamplingParams
     from outpace.cluster.remote_target import RemoteStream
+
+SHOWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # parameters that --json shows
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,25 @@ def generate(
     """
     from outpace.api.params import SamplingParams
 
-    params = SamplingParams(**sampling.options(), **answer.options(as_json))
+    options = answer.options(as_json)
+    sampling.check(**options)
     conversation = _conversation(prompt, system, prefill, raw)
     with process.at_safe_points(), open_any(model, ctx.obj, quiet=as_json, is_chat=not raw) as llm:
+        params = SamplingParams(**sampling.options(sampling.recommended(llm, quiet=as_json)), **options)
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
-        is_complete = all(_write(stream, as_json, explain, streams[-1], precision) for stream in streams)
+        is_complete = all(_write(stream, as_json, explain, streams[-1], params, precision) for stream in streams)
     if not is_complete:
         raise typer.Exit(process.INTERRUPTED)
 
 
 def _write(
-    stream: Stream | RemoteStream, as_json: bool, explain: bool, last: Stream | RemoteStream, precision: str
+    stream: Stream | RemoteStream,
+    as_json: bool,
+    explain: bool,
+    last: Stream | RemoteStream,
+    params: SamplingParams,
+    precision: str,
 ) -> bool:
     """Write one answer with its summary, or as one line of JSON. Return False if Ctrl-C ended it."""
     printer = display.TextPrinter()
@@ -80,7 +90,7 @@ def _write(
     result = stream.finish()
     if as_json:
         rounds = {"rounds": [one._asdict() | {"plan": one.plan and one.plan._asdict()} for one in result.rounds]}
-        display.print_json(_record(result, precision, several=last.choice > 0) | (rounds if explain else {}))
+        display.print_json(_record(result, params, precision, several=last.choice > 0) | (rounds if explain else {}))
     else:
         display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))
         if explain:
@@ -115,7 +125,7 @@ def _read_prediction(file: Path | None) -> str:
     return text
 
 
-def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
+def _record(result: Result, params: SamplingParams, precision: str, several: bool) -> dict[str, object]:
     record: dict[str, object] = {
         "text": result.text,
         "tokens": list(result.tokens),
@@ -123,6 +133,7 @@ def _record(result: Result, precision: str, several: bool) -> dict[str, object]:
         "method": result.method,
         "precision": precision,
         "seed": result.seed,
+        "sampling_params": {name: getattr(params, name) for name in SHOWN},
         **display.figures(result),
     }
     if result.figures.predicted:

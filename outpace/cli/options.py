@@ -16,10 +16,12 @@ from outpace.models.options import LoadOptions, Progress
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
+    from outpace.cluster.remote_target import RemoteTarget
 
 TEXT, PENALTIES = "Text", "Penalties and bans"
 SEED = "Seed of the sampling: the same seed gives the same text."
 MAX_TOKENS = "Maximum number of tokens of an answer."
+GENERATION_CONFIG = "Sampling where nothing else is said: auto (as the model's files recommend) or none (also vllm)."
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,24 @@ class StructureFlags:
 
 
 @dataclass(frozen=True)
-class SamplingFlags(BasicSamplingFlags):
+class SamplingFlags:
     """How an answer is sampled, and where it ends."""
 
+    panel: ClassVar[str] = TEXT
     max_tokens: int = flag(256, MAX_TOKENS)
-    top_p: float = flag(1.0, "Sample from the likeliest tokens up to this probability mass.")
-    top_k: int = flag(0, "Sample from the k likeliest tokens; 0: all.")
-    min_p: float = flag(0.0, "Sample from tokens with at least this share of the likeliest token's probability.")
+    temperature: float | None = flag(
+        None, "Sampling temperature; 0 is greedy. The default is what the model's files recommend, else 0."
+    )
+    seed: int = flag(0, SEED)
+    top_p: float | None = flag(None, "Sample from the likeliest tokens up to this probability mass.")
+    top_k: int | None = flag(None, "Sample from the k likeliest tokens; 0: all.")
+    min_p: float | None = flag(None, "Sample from tokens with at least this share of the likeliest one's probability.")
+    generation_config: str = flag("auto", GENERATION_CONFIG)
     stop: list[str] | None = flag(None, "A string that ends the text before it appears; may be repeated.")
     ignore_eos: bool = flag(False, "Do not stop at the model's stop tokens.")
-    repetition_penalty: float = flag(1.0, "Above 1: tokens of prompt and answer become less likely.", panel=PENALTIES)
+    repetition_penalty: float | None = flag(
+        None, "Above 1: tokens of prompt and answer become less likely.", panel=PENALTIES
+    )
     presence_penalty: float = flag(0.0, "Subtracted from the logits of tokens in the answer.", panel=PENALTIES)
     frequency_penalty: float = flag(
         0.0, "Subtracted from a token's logit for each time it was written.", panel=PENALTIES
@@ -77,18 +87,29 @@ class SamplingFlags(BasicSamplingFlags):
     min_tokens: int = flag(0, "Minimum number of tokens of an answer.", panel=PENALTIES)
     structured_outputs: StructureFlags = field(default_factory=StructureFlags)
 
-    def options(self) -> dict[str, Any]:
-        given = asdict(self)
-        given["structured_outputs"] = self.structured_outputs.structured_outputs()
-        for name in ("stop", "bad_words"):
-            given[name] = tuple(given[name] or ())
-        return given | {"logit_bias": _bias(self.logit_bias or ())}
+    def options(self, recommended: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """Return the arguments of SamplingParams; the `recommended` ones apply where no flag was given."""
+        given = asdict(self) | {"structured_outputs": self.structured_outputs.structured_outputs()}
+        given = {name: value for name, value in given.items() if value is not None and name != "generation_config"}
+        return dict(recommended) | given | {"logit_bias": _bias(self.logit_bias or ())}
 
-    def check(self) -> None:
-        """Raise UserError for a value out of range, before a model is loaded."""
+    def check(self, **more: Any) -> None:
+        """Raise UserError for a value out of range, before a model is loaded. `more`: arguments of SamplingParams."""
         from outpace.api.params import SamplingParams
+        from outpace.models.files.recommended_sampling import check_source
 
-        SamplingParams(**self.options())
+        check_source(self.generation_config)
+        SamplingParams(**self.options({"temperature": 1.0}), **more)  # the model may recommend one
+
+    def recommended(self, llm: LLM | RemoteTarget, *, quiet: bool = False) -> dict[str, Any]:
+        """Return what the model's files recommend for flags that were not given, and say so unless `quiet`."""
+        from outpace.cli.display import say_recommended
+
+        found = llm.target.recommended_sampling(self.generation_config)
+        found = {name: value for name, value in found.items() if getattr(self, name) is None}
+        if not quiet:
+            say_recommended(found)
+        return found
 
 
 def _bias(given: Sequence[str]) -> dict[int, float]:

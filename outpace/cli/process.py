@@ -144,8 +144,8 @@ def saying_what_is_kept(folder: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a SIGTERM in the block; whatever handles it, the command exits with TERMINATED."""
+def sigterm_as_interrupt(status: int = TERMINATED) -> Iterator[None]:
+    """Raise KeyboardInterrupt for a SIGTERM in the block; whatever handles it, the command exits with this status."""
     was_terminated = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -162,7 +162,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
     if was_terminated:
-        raise typer.Exit(TERMINATED)
+        raise typer.Exit(status)
 
 
 class OutputError(UserError):

@@ -10,7 +10,7 @@ import typer
 
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags
-from outpace.cli.options import ModelFlags
+from outpace.cli.options import GENERATION_CONFIG, ModelFlags
 from outpace.core.errors import require
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class ListenFlags:
     insecure: bool = flag(False, "Serve other machines without API keys.")
     allow_host: list[str] | None = flag(None, "Host header to accept without keys; may be repeated.")
     allow_method: list[str] | None = flag(None, "Method, drafter or rule that a request may choose; may be repeated.")
+    generation_config: str = flag("auto", GENERATION_CONFIG)
     strict: bool = flag(False, "Refuse unknown fields and tools instead of ignoring them and listing them in a header.")
     tool_prompt: bool = flag(False, "Describe tools in the system message if the chat template ignores them.")
     tool_parser: str = flag("auto", "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml.")
@@ -102,6 +103,7 @@ def _greet(service: Service, address: str) -> None:
     llm, options = service.llm, service.options
     key = " -H 'Authorization: Bearer KEY'" if options.keys else ""
     display.say(f"{llm.target.name} by {llm.method} on {address}; chat page: {address}/")
+    display.say_recommended(service.chat_model.recommended)
     if service.draft_port is not None:
         where = f"grpc{'s' if options.certificate else ''}://{options.host}:{service.draft_port}"
         display.say(f"  outpace generate --target {where} --draft DIR PROMPT  # drafts on the client's machine")

@@ -49,7 +49,7 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
         self.address, self._key, self.own = address, key, identity_of(draft)
         draft.model.vocab_size = self.own.num_tokens  # the target may lack rows that pad the draft
         self.tokenizer, self.draft = draft.tokenizer, draft
-        self.target = replace(draft, name=str(address), notice=None)
+        self.target = replace(draft, name=str(address), notice=None, files=None)  # its files are elsewhere
         self._keys = itertools.count(1)
         self._sending: dict[int, Callable[[CandidateLayer, float], None]] = {}  # by the drafter's key
         self._thread = DraftThread(drafter, self._send)

@@ -19,6 +19,11 @@ def to_python(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "ndim") else value
 
 
+def as_whole(value: Any) -> Any:
+    """Convert a float without a fraction, such as 3.0, to an integer; return anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
     """Concatenate numpy arrays or torch tensors along an axis."""
     if len(parts) == 1:

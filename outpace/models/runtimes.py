@@ -64,6 +64,21 @@ class Loaded:
         precision: str = self.model.precision
         return precision
 
+    def recommended_sampling(self, source: str) -> dict[str, Any]:
+        """Return the sampling parameters that the model's files recommend; {} if they recommend none.
+
+        `source` is a value of --generation-config. UserError for values that are not allowed.
+        """
+        from outpace.models.files.recommended_sampling import AUTO, recommended_sampling
+
+        if source != AUTO or self.files is None:
+            return {}
+        try:
+            path = self.files()
+        except UserError:  # of a repository that only transformers can read
+            return {}
+        return recommended_sampling(path)
+
     @property
     def identity(self) -> dict[str, str]:
         """What hidden states depend on, by name: digests of tokenizer, template and weights; runtime and precision."""

@@ -25,8 +25,9 @@ from outpace.server.completions import CompletionBody, CompletionFormat, InfillB
 from outpace.server.errors import ApiError
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
 from outpace.server.middleware import Middleware, is_messages_path
+from outpace.server.other_fields import refuse_others
 from outpace.server.replies import EventStream, JsonReply, WholeReply, error_reply
-from outpace.server.request_body import B, Body, read_json, refuse_unsupported, validate
+from outpace.server.request_body import B, Body, read_json, validate
 from outpace.server.responses import ResponsesBody, ResponsesFormat
 from outpace.server.service import Service
 
@@ -159,7 +160,9 @@ def tokenize(body: TokenizeBody, service: Service) -> dict[str, Any]:
     if (text is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        refuse_unsupported(ChatBody, body)  # such as `documents`, which would change the prompt
+        refuse_others(
+            body.model_extra or {}, ChatBody.model_fields, {}
+        )  # such as `documents`, which would change the prompt
         tokens = chat_completions.conversation(body, service).render()
     else:
         assert text is not None
@@ -204,6 +207,7 @@ def _model(service: Service, request: Request) -> dict[str, Any]:
 def _model_entry(service: Service, name: str) -> dict[str, Any]:
     root = short_name(service.llm.target.name)  # without folders, which are no business of clients
     entry = {"id": name, "object": "model", "created": service.created, "owned_by": "outpace", "root": root}
+    entry["default_sampling_params"] = service.chat_model.default_sampling
     return {**entry, "parent": None, "max_model_len": service.max_model_len}
 
 

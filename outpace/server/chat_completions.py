@@ -10,16 +10,28 @@ from pydantic import Field
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.content import ContentPart, Turn, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_CHOICES, MAX_LOGPROBS, Body, DetailsBody, StreamOptions
+from outpace.server.generation_request import (
+    Conversation,
+    GenerationRequest,
+    TemplateBody,
+    chat_request,
+    template_values,
+)
+from outpace.server.other_fields import agreed
+from outpace.server.request_body import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    Body,
+    DetailsBody,
+    MaxTokens,
+    StreamOptions,
+    Whole,
+)
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
 from outpace.server.tool_calls import AnswerPart, parse_arguments, template_call, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
-
-# Not allowed in `chat_template_kwargs`, since they have their own fields or are not supported.
-RESERVED_VALUES = {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template"}
 
 
 class ChatMessage(Turn):
@@ -46,7 +58,7 @@ class PredictedOutput(Body):
     content: str | list[ContentPart]
 
 
-class PromptBody(Body):
+class PromptBody(TemplateBody):
     """The messages of a chat, and what else changes its prompt."""
 
     tool_type = "function"
@@ -54,9 +66,6 @@ class PromptBody(Body):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
 
@@ -64,11 +73,11 @@ class ChatBody(PromptBody, DetailsBody):
     """The request body of a chat completion."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_completion_tokens: MaxTokens | None = Field(default=None, ge=1)
+    max_tokens: MaxTokens | None = Field(default=None, ge=1)
+    n: Whole | None = Field(default=None, ge=1, le=MAX_CHOICES)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
     store: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -87,7 +96,7 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
     return chat_request(
         body,
         conversation(body, service),
-        body.max_completion_tokens or body.max_tokens,
+        agreed({"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}),
         n=body.n or 1,
         rounds=bool(body.return_rounds),
         response_format=body.response_format,
@@ -99,20 +108,15 @@ def to_request(body: ChatBody, service: Service) -> GenerationRequest:
 
 def conversation(body: PromptBody, service: Service) -> Conversation:
     """Convert a body's messages, tools and template arguments; raise ApiError for contradictions."""
-    messages, values = body.messages or [], body.chat_template_kwargs or {}
-    reserved = values.keys() & RESERVED_VALUES
-    if reserved:
-        raise ApiError(400, f"chat_template_kwargs may not have {min(reserved)}", param="chat_template_kwargs")
+    messages = body.messages or []
     continues = bool(body.continue_final_message or messages[-1].prefix)
     if continues and body.add_generation_prompt:
         why = "continue_final_message and add_generation_prompt are both true, set only one of them"
         raise ApiError(400, why, param="continue_final_message", code="invalid_value")
-    if body.add_generation_prompt is False:
-        values = {**values, "add_generation_prompt": False}
     return Conversation(
         tool_options(service.chat_model, body.tools, body.tool_choice, body.parallel_tool_calls),
         template_messages(messages),
-        {**reasoning_values(body.reasoning_effort), **values},
+        template_values(body),
         continues,
     )
 

@@ -22,8 +22,10 @@ from outpace.server.request_body import (
     MAX_LOGPROBS,
     Body,
     DetailsBody,
+    MaxTokens,
     SamplingBody,
     StreamOptions,
+    Whole,
     sampling_params,
 )
 from outpace.server.response_formats import ChunkFormat, ResponseFormat, finite, sse
@@ -33,7 +35,7 @@ DEFAULT_TOKENS = 16
 MAX_ANSWERS = 1024  # choices of all prompts of a request
 INFILL_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
 DISABLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = list[Annotated[Whole, Field(ge=0)]]
 
 
 class CompletionBody(DetailsBody):
@@ -41,11 +43,12 @@ class CompletionBody(DetailsBody):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     suffix: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: MaxTokens | None = Field(default=None, ge=0)
+    add_special_tokens: bool | None = None
+    n: Whole | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    best_of: Whole | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Whole | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -54,7 +57,7 @@ class CompletionBody(DetailsBody):
 def to_request(body: CompletionBody, service: Service) -> GenerationRequest:
     """Convert a request body."""
     llm = service.llm
-    prompts = tuple(_token_ids(prompt, llm, body.suffix) for prompt in _prompts(body))
+    prompts = tuple(_token_ids(prompt, llm, body) for prompt in _prompts(body))
     n, best_of = body.n or 1, body.best_of or body.n or 1
     _check(body, len(prompts), n, best_of)
     left = max(max_answer_tokens(llm, prompt) for prompt in prompts)
@@ -63,12 +66,13 @@ def to_request(body: CompletionBody, service: Service) -> GenerationRequest:
     params = sampling_params(
         body,
         max(1, min(most, left)),
+        service.chat_model.default_sampling,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,  # best_of ranks by them
         echo=bool(body.echo and body.logprobs is not None),
         **{name: value for name, value in given.items() if value is not None},
     )
     drafting = drafting_options(body, service.chat_model)
-    return GenerationRequest(prompts, params, n, best_of, drafting, bool(body.return_rounds))
+    return GenerationRequest(prompts, params, n, best_of, drafting, bool(body.return_rounds), body.cache_salt)
 
 
 def _check(body: CompletionBody, num_prompts: int, n: int, best_of: int) -> None:
@@ -94,16 +98,19 @@ def _prompts(body: CompletionBody) -> list[Any]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
-def _token_ids(prompt: str | list[int], llm: LLM, suffix: str | None) -> tuple[int, ...]:
+def _token_ids(prompt: str | list[int], llm: LLM, body: CompletionBody) -> tuple[int, ...]:
     """Return the tokens of a prompt; if there is a suffix, of a prompt for the text before it."""
     if not isinstance(prompt, str):
         last = llm.target.model.vocab_size - 1
         bad = next((token for token in prompt if token > last), None)
         if bad is not None:
             raise ApiError(400, f"the prompt has token {bad}, allowed are 0 to {last}", param="prompt")
-    if suffix:
-        return infill_tokens(llm, prompt, suffix)
-    return tuple(llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    if body.suffix:
+        return infill_tokens(llm, prompt, body.suffix)
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    encode = llm.tokenizer.continuation if body.add_special_tokens is False else llm.tokenizer.encode
+    return tuple(encode(prompt))
 
 
 def infill_tokens(llm: LLM, prefix: str | Sequence[int], suffix: str, **options: Any) -> tuple[int, ...]:
@@ -230,12 +237,12 @@ class InfillBody(SamplingBody):
     input_suffix: str
     input_extra: list[ExtraFile] | None = None
     prompt: str | None = None  # the current line up to the cursor, at the end of the prefix
-    n_predict: int | None = Field(default=None, ge=-1)
-    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    n_predict: Whole | None = Field(default=None, ge=-1)
     samplers: list[str] | None = None  # samplers of INFILL_DEFAULTS that are not listed are turned off
     response_fields: list[str] | None = None
-    t_max_prompt_ms: int | None = None  # sent by editors, and accepted without effect
-    t_max_predict_ms: int | None = None  # as above
+    t_max_prompt_ms: Whole | None = None  # sent by editors, and accepted without effect
+    t_max_predict_ms: Whole | None = None  # as above
+    n_indent: Whole | None = None  # as above
 
 
 def infill_request(body: InfillBody, service: Service) -> GenerationRequest:
@@ -253,15 +260,11 @@ def infill_request(body: InfillBody, service: Service) -> GenerationRequest:
         room=max(context - reserved, context // 2),
     )
     left = max_answer_tokens(llm, prompt)
-    sampling = {name: value for name, value in INFILL_DEFAULTS.items() if getattr(body, name) is None}
-    if body.samplers is not None:
-        sampling |= {name: value for name, value in DISABLED.items() if name not in body.samplers}
-    if body.repeat_penalty is not None:
-        sampling["repetition_penalty"] = body.repeat_penalty
-    if body.seed == -1:
-        body.seed = None  # a random one
-    params = sampling_params(body, max(1, left if asked is None else min(asked, left)), **sampling)
-    return GenerationRequest((prompt,), params, 1, 1, drafting_options(body, service.chat_model), False)
+    off = {} if body.samplers is None else {name: DISABLED[name] for name in DISABLED.keys() - {*body.samplers}}
+    most = max(1, left if asked is None else min(asked, left))
+    params = sampling_params(body, most, INFILL_DEFAULTS | service.chat_model.recommended, **off)
+    drafting = drafting_options(body, service.chat_model)
+    return GenerationRequest((prompt,), params, 1, 1, drafting, False, body.cache_salt)
 
 
 class InfillFormat(ResponseFormat):

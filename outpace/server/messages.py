@@ -10,8 +10,15 @@ from pydantic import Field
 from outpace.server.choices import Choice, ChoiceEnd
 from outpace.server.content import TEXTS, ContentPart, Turn, TypedTurn, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import Body, SamplingBody
+from outpace.server.generation_request import (
+    Conversation,
+    GenerationRequest,
+    TemplateBody,
+    chat_request,
+    template_values,
+)
+from outpace.server.other_fields import refuse_others
+from outpace.server.request_body import Body, MaxTokens, SamplingBody
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import ToolOptions, parse_arguments, template_call, tool_options
@@ -63,7 +70,7 @@ class OutputConfig(Body):
     effort: str | None = None
 
 
-class ConversationBody(Body):
+class ConversationBody(TemplateBody):
     """A conversation with its tools."""
 
     tool_type = "custom"
@@ -71,7 +78,6 @@ class ConversationBody(Body):
     system: str | list[ContentPart] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-    thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # the earlier name of output_config.format
 
@@ -85,7 +91,7 @@ class CountBody(ConversationBody):
 class MessagesBody(ConversationBody, SamplingBody):
     """The request body of a message."""
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: MaxTokens = Field(ge=1)
     stop_sequences: list[str] | None = None
 
 
@@ -138,18 +144,14 @@ def _tool_options(body: ConversationBody, service: Service) -> ToolOptions:
 def conversation(body: ConversationBody, service: Service) -> Conversation:
     """Convert a body's messages, system prompt and tools. If the last message is the assistant's, it is continued."""
     is_begun = body.messages[-1].role == "assistant"
-    return Conversation(_tool_options(body, service), template_messages(body), _reasoning(body), is_begun)
+    values = template_values(body, effort=body.output_config.effort if body.output_config else None)
+    return Conversation(_tool_options(body, service), template_messages(body), values, is_begun)
 
 
 def count_tokens(body: CountBody, service: Service) -> dict[str, Any]:
     """Count the tokens of a conversation's prompt."""
+    refuse_others(body.model_extra or {}, MessagesBody.model_fields, {})
     return {"input_tokens": len(conversation(body, service).render())}
-
-
-def _reasoning(body: ConversationBody) -> dict[str, Any]:
-    if (body.thinking or {}).get("type") == "disabled":
-        return reasoning_values("none")
-    return reasoning_values(body.output_config.effort if body.output_config else None)
 
 
 def to_request(body: MessagesBody, service: Service) -> GenerationRequest:

@@ -29,7 +29,9 @@ from outpace.server.service import Service
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router"
 _LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # list flags of `outpace serve`
-_FLAGS = ("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix")  # of `outpace serve` too
+_FLAGS = (  # of `outpace serve` too
+    *("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix", "generation_config"),
+)
 _PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # options of Ray's proxy
 _OBJECTS = ("options", "tokenizer", "progress", "rules", "more", "return")  # hints of `LLM.__init__`: no arguments here
 

@@ -13,6 +13,7 @@ from outpace.core import registry
 from outpace.core.errors import UserError, check_whole, require, unknown
 from outpace.core.options import CheckedOptions, number, whole
 from outpace.models.files.reading import read_named_text
+from outpace.models.files.recommended_sampling import check_source
 from outpace.tools.definitions import AUTO, FORMATS
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -46,6 +47,7 @@ class ServerOptions:
     the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
     empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
     reporting them in a header. `draft_port`: port for clients that draft for themselves; None: no such port.
+    `generation_config`: auto if the model's files say how to sample where a request does not, else none or vllm.
     `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
     which the model writes calls, `auto` for that of its chat template and all others. `client_authorities`: file of CA
     certificates; each client needs a certificate that one of these CAs signed.
@@ -59,6 +61,7 @@ class ServerOptions:
     insecure: bool = False
     methods: tuple[str, ...] = ()
     draft_port: int | None = None
+    generation_config: str = "auto"
     strict: bool = False
     tool_prompt: bool = False
     tool_parser: str = AUTO
@@ -81,6 +84,7 @@ class ServerOptions:
             )
         if self.metrics_prefix not in ("outpace", "vllm", "both"):
             raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
+        check_source(self.generation_config)
         if self.tool_parser not in (AUTO, *FORMATS):
             raise unknown("tool parser", self.tool_parser, (AUTO, *FORMATS))
         if (self.certificate is None) != (self.certificate_key is None):

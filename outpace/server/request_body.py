@@ -10,52 +10,29 @@ import re
 import reprlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from outpace.api.params import SamplingParams
+from outpace.core.arrays import as_whole
 from outpace.core.errors import UserError
 from outpace.server.errors import ApiError, to_api_error
 from outpace.server.options import ServerLimits
+from outpace.server.other_fields import has_no_effect, refuse_others, with_own_names
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-# Fields that clients send and that have no effect here: they are neither refused nor reported as ignored.
-NO_EFFECT = frozenset(
-    (
-        *("cache_control", "annotations", "citations", "verbosity", "include_obfuscation", "service_tier"),
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_breakpoint"),
-        *("signature", "data", "is_error"),
-        *("encrypted_content", "phase", "status", "generate_summary", "summary"),
-        *("cache_prompt", "id_slot", "timings_per_token"),
-    )
-)
 SURROGATE = re.compile("[\ud800-\udfff]")
 FUNCTION_FIELDS = ("type", "function", "name", "description", "parameters", "strict", "cache_control")
 SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
-    "include_stop_str_in_output",
+    *("include_stop_str_in_output", "skip_special_tokens"),
 )
-# Fields of other APIs and servers that would change the answer, each with the field to use instead. They are refused,
-# unless their value is zero, empty or in NEUTRAL_VALUES.
-UNSUPPORTED = {
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "format"), "structured_outputs"),
-    **dict.fromkeys(("n_predict", "max_new_tokens", "max_output_tokens"), "max_tokens"),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
-    **{"functions": "tools", "function_call": "tool_choice", "repeat_penalty": "repetition_penalty"},
-    **dict.fromkeys(("response_format", "structured_outputs", "output_format", "text", "prediction"), ""),
-    **dict.fromkeys(("system", "instructions", "previous_response_id", "conversation", "prompt", "documents"), ""),
-    **dict.fromkeys(("chat_template", "truncate_prompt_tokens", "prompt_logprobs", "logprobs", "n", "best_of"), ""),
-    **dict.fromkeys(("use_beam_search", "length_penalty", "logits_processors", "samplers", "typical_p"), ""),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_n_sigma", "n_probs"), ""),
-    **dict.fromkeys(("echo", "suffix", "audio", "web_search_options", "lora", "lora_path", "options", "stop"), ""),
-}
-NEUTRAL_VALUES = {"n": 1, "best_of": 1, "length_penalty": 1, "typical_p": 1, "repeat_penalty": 1, "top_n_sigma": -1}
+UNLIMITED = 2**31  # tokens
 
 
 async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
@@ -144,6 +121,21 @@ def _invalid_json(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
+def _logit_bias(value: Any) -> Any:
+    """Convert a list of pairs, as llama.cpp takes it, to an object."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return value
+    found = {str(as_whole(token)): -100.0 if bias is False else bias for token, bias in value}  # false: never
+    if len(found) < len(value):
+        raise ValueError("it names a token twice")
+    return found
+
+
+Whole = Annotated[int, BeforeValidator(as_whole)]  # other servers take 3.0 for 3
+MaxTokens = Annotated[Whole, BeforeValidator(lambda value: UNLIMITED if value == -1 else value)]  # as llama.cpp
+LogitBias = Annotated[dict[str, float], BeforeValidator(_logit_bias)]
+
+
 class Body(BaseModel):
     """A JSON object. It keeps unknown fields, see `unknown_fields`. `tool_type`: the only type of tools supported.
 
@@ -174,7 +166,7 @@ class OutpaceOptions(Body):
     method: str | None = None
     drafter: str | None = None
     rule: str | None = None
-    nodes: int | None = Field(default=None, ge=1, le=4096)
+    nodes: Whole | None = Field(default=None, ge=1, le=4096)
     speculation: bool | None = None
 
 
@@ -185,20 +177,22 @@ class SamplingBody(Body):
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: Whole | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    logit_bias: LogitBias | None = None
+    seed: Whole | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
+    allowed_token_ids: list[Whole] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: Whole | None = Field(default=None, ge=0)
     bad_words: list[str] | None = None
+    cache_salt: str | None = Field(default=None, min_length=1)
     outpace: OutpaceOptions | None = None
     user: str | None = None  # accepted without effect, as `metadata`
     metadata: dict[str, Any] | None = None
@@ -218,16 +212,17 @@ B = TypeVar("B", bound=Body)
 def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[B, list[str]]:
     """Validate a body; return it with the names of ignored fields and tools, which are those of unknown names or types.
 
-    Raises ApiError for a wrong value, an UNSUPPORTED field and, if `is_strict`, anything unknown outside of the
-    conversation.
+    Raises ApiError for a wrong value, a field of another API that would change the answer and, if `is_strict`,
+    anything unknown outside of the conversation.
     """
+    given, names = with_own_names(given, kind.model_fields)
     given, left_out = _without_unknown_tools(kind, given, is_strict)
     try:
         body = kind.model_validate(dict(given))
     except ValidationError as error:
-        raise _validation_error(error, given) from None
-    if issubclass(kind, SamplingBody):
-        refuse_unsupported(kind, body)
+        raise _validation_error(error, given, names) from None
+    if isinstance(body, SamplingBody):
+        refuse_others(body.model_extra or {}, kind.model_fields, vars(body))
     unknown = [*unknown_fields(body), *_unknown_in_functions(getattr(body, "tools", None))]
     if is_strict and (refused := [one for one in unknown if one[1]]):
         name, allowed = refused[0]
@@ -235,15 +230,6 @@ def validate(kind: type[B], given: Mapping[str, Any], is_strict: bool) -> tuple[
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"unknown field {name!r:.100}{hint}", param=name[:100], code="unknown_field")
     return body, [name for name, _ in unknown] + left_out
-
-
-def refuse_unsupported(kind: type[Body], body: Body) -> None:
-    """Raise ApiError for a field of a body that is UNSUPPORTED by bodies of this kind."""
-    for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED and name not in kind.model_fields and value and value != NEUTRAL_VALUES.get(name):
-            hint = f"; use {UNSUPPORTED[name]}" if UNSUPPORTED[name] in kind.model_fields else ""
-            message = f"{name} is {reprlib.repr(value)}, but this API does not support it{hint}"
-            raise ApiError(400, message, param=name, code="unsupported_field")
 
 
 def _without_unknown_tools(
@@ -270,7 +256,7 @@ def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]
         yield f"{path[:-1]}={body.unknown_type}", []
         return
     for name, value in (body.model_extra or {}).items():
-        if value is not None and name not in NO_EFFECT:
+        if value is not None and not has_no_effect(name):
             yield path + name, [] if body.is_kept else list(type(body).model_fields)
     for name in type(body).model_fields:
         value = getattr(body, name)
@@ -291,20 +277,19 @@ def _unknown_in_functions(tools: Sequence[Any] | None) -> Iterator[tuple[str, li
                     yield f"tools.{number}.{place}{name}", list(FUNCTION_FIELDS)
 
 
-def _validation_error(error: ValidationError, given: Any) -> ApiError:
+def _validation_error(error: ValidationError, given: Any, names: Mapping[str, str]) -> ApiError:
+    """Describe the error; `names` are the given names of renamed fields."""
     errors = error.errors(include_url=False, include_context=False)
     found = max(errors, key=lambda one: len(_locate(one["loc"], given)[0]))  # of several types, the closest match
     place, value = _locate(found["loc"], given)
+    has_types = not place or str(found["loc"][-1]) != place[-1]
+    place[:1] = [names.get(name, name) for name in place[:1]]
     if found["type"] == "missing":
         name = ".".join([*place, str(found["loc"][-1])])
         return ApiError(400, f"{name} is missing", param=name, code="missing_field")
-    why = (
-        found["msg"]
-        .replace("Input should be", "it must be")
-        .replace("must be None", "must be null")
-        .removeprefix("Value error, ")
-    )
-    if not place or str(found["loc"][-1]) != place[-1]:
+    why = re.sub(r"^\w+ should ", "it must ", found["msg"].removeprefix("Value error, "))
+    why = why.replace("must be None", "must be null")
+    if has_types:
         why = "it has none of the types that this field accepts"
     message = f"{'.'.join(place) or 'the body'} is {reprlib.repr(value)}: {why}"
     return ApiError(400, message, param=place[0] if place else None, code="invalid_value")
@@ -323,17 +308,21 @@ def _locate(location: Sequence[int | str], value: Any) -> tuple[list[str], Any]:
     return place, value
 
 
-def sampling_params(body: SamplingBody, max_tokens: int, **more: Any) -> SamplingParams:
-    """Return the body's sampling parameters, with a random seed if it has none; raise ApiError for a wrong field."""
+def sampling_params(body: SamplingBody, max_tokens: int, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+    """Return the body's sampling parameters, and the `defaults` where it has none, with a random seed if it has none;
+    raise ApiError for a wrong field."""
     name = "stop_sequences" if "stop_sequences" in type(body).model_fields else "stop"
     given = getattr(body, name) or []
     stops = [given] if isinstance(given, str) else given
     if len(stops) > MAX_STOPS:
         raise ApiError(400, f"{name} has {len(stops)} strings, at most {MAX_STOPS} are allowed", param=name)
-    seed = secrets.randbelow(2**63) if body.seed is None else body.seed % 2**63
-    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "stop": stops}
+    seed = secrets.randbelow(2**63) if body.seed in (None, -1) else body.seed % 2**63  # -1: as in llama.cpp and vLLM
+    fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "seed": seed, "stop": stops}
     fields |= {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    fields |= more
+    if fields.get("top_p") == 0:  # only the likeliest token is left
+        fields |= {"temperature": 0.0, "top_p": 1.0}
     try:
-        return SamplingParams(**fields | more)
+        return SamplingParams(**fields)
     except UserError as error:
         raise to_api_error(error, type(body).model_fields) from None

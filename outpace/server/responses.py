@@ -11,8 +11,14 @@ from pydantic import Field
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.content import ContentPart, TypedTurn, merged, refuse_media, template_message
 from outpace.server.errors import ApiError
-from outpace.server.generation_request import Conversation, GenerationRequest, chat_request, reasoning_values
-from outpace.server.request_body import MAX_LOGPROBS, Body, SamplingBody, StreamOptions
+from outpace.server.generation_request import (
+    Conversation,
+    GenerationRequest,
+    TemplateBody,
+    chat_request,
+    template_values,
+)
+from outpace.server.request_body import MAX_LOGPROBS, Body, MaxTokens, SamplingBody, StreamOptions, Whole
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import parse_arguments, template_call, tool_options
@@ -56,32 +62,26 @@ class InputItem(TypedTurn):
 
 
 class TextOptions(Body):
-    """The format of the text."""
+    """The format and the length of the text."""
 
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
-class ReasoningOptions(Body):
-    """How much the model reasons."""
-
-    effort: str | None = None
-
-
-class ResponsesBody(SamplingBody):
+class ResponsesBody(SamplingBody, TemplateBody):
     """The request body of a response."""
 
     tool_type = "function"
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: MaxTokens | None = Field(default=None, ge=1)
     text: TextOptions | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Whole | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
-    reasoning: ReasoningOptions | None = None
     stream_options: StreamOptions | None = None
     parallel_tool_calls: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -129,8 +129,9 @@ def to_request(body: ResponsesBody, service: Service) -> GenerationRequest:
     tools = tool_options(service.chat_model, _chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     return chat_request(
         body,
-        Conversation(tools, messages, reasoning_values(body.reasoning.effort if body.reasoning else None)),
+        Conversation(tools, messages, template_values(body, verbosity=body.text.verbosity if body.text else None)),
         body.max_output_tokens,
+        shortens=body.truncation == "auto",
         response_format=body.text.format if body.text else None,
         logprobs=(body.top_logprobs or 0) if _wants_logprobs(body) else None,
     )
@@ -244,7 +245,7 @@ class ResponsesFormat(ItemFormat):
         return self._event(f"response.{kind}", **place, **fields)
 
     def _response(self, status: str) -> dict[str, Any]:
-        body, is_over = self.body, status in ("completed", "incomplete")
+        body, params, is_over = self.body, self.request.params, status in ("completed", "incomplete")
         response: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -261,12 +262,12 @@ class ResponsesFormat(ItemFormat):
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": params.temperature if body.temperature is None else body.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "top_p": params.top_p if body.top_p is None else body.top_p,
+            "truncation": body.truncation or "disabled",
             "usage": self._usage() if is_over else None,
             "user": body.user,
             "metadata": body.metadata or {},

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -38,8 +38,8 @@ class Service:
         self.llm, self.options, self.limits = llm, options, options.limits
         self.names = options.names or (short_name(llm.target.name),)
         self.created = int(time.time())
-        self.fingerprint = system_fingerprint(llm)
         self.chat_model = ChatModel(llm, options)
+        self.fingerprint = system_fingerprint(llm, self.chat_model.default_sampling)
         self.max_model_len: int = llm.target.model.max_positions
         self.thread = EngineThread(llm.engine, self._post, logs.fault)
         gauges: dict[str, Callable[[], float]] = {
@@ -182,10 +182,11 @@ class Service:
         self.admission.record(tokens)
 
 
-def system_fingerprint(llm: LLM) -> str:
+def system_fingerprint(llm: LLM, default_sampling: Mapping[str, Any] = {}) -> str:
     """Return `system_fingerprint`, equal for two servers that write equal texts for equal seeds and requests.
 
-    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode, rules and their options.
+    It is a hash of the weights, tokenizer, template, precision, runtime, exact mode, rules and their options, and of
+    `default_sampling`, which applies to requests without sampling parameters.
     """
     target = llm.target
     model, tokenizer, place = target.model, target.tokenizer, target.files() if target.files else None
@@ -200,6 +201,7 @@ def system_fingerprint(llm: LLM) -> str:
         "arithmetic": getattr(model, "arithmetic", None),
         "instructions": model.instruction_set if not model.exact else None,
         "rule": llm.rule,
+        "sampling": dict(default_sampling),
         "rules": [(name, _options_of(name, llm)) for name in llm.build_options.known_rules],
         "vocabulary": sorted(tokenizer.stop_ids),
         "template": tokenizer.chat_template,

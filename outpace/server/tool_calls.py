@@ -63,12 +63,14 @@ class TextSplitter:
 
 
 class ChatModel:
-    """Whether and how the served model renders tools, calls them, and reasons."""
+    """Whether and how the served model renders tools, calls them, and reasons, and how it samples by default."""
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.tokenizer = llm, options, llm.tokenizer
         self.call_format = definitions.call_format_of(llm.tokenizer, options.tool_parser)
         self.has_thoughts = reasoning.has_thoughts(llm.tokenizer)
+        self.recommended = llm.target.recommended_sampling(options.generation_config)
+        self.default_sampling = {"temperature": 1.0, **self.recommended}
 
     @cached_property
     def takes_tools(self) -> bool:
