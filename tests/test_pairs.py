@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+from files import model_folder
 
 from outpace.core.errors import UserError
 from outpace.models.files import pairs
 from outpace.models.files.pairs import DRAFT_FAMILIES, find_draft
-from outpace.models.load import load_draft, load_model
+from outpace.models.load import fit_draft, load_draft, load_model
 
 LLAMA3 = ("llama", 128256, 8192)
 QWEN2 = ("qwen2", 152064, 3584)
@@ -125,3 +126,11 @@ def test_auto_loads_the_draft_for_the_target(tmp_path: Path, monkeypatch: pytest
     family = pairs.DraftFamily("Tiny", "gpt2", ("gpt2",), (tiny.VOCAB,), 16, sibling)
     monkeypatch.setattr(pairs, "DRAFT_FAMILIES", (family,))
     assert load_draft("auto", target).name == sibling
+
+
+def test_a_draft_larger_than_its_target_is_named(tmp_path: Path) -> None:
+    target = load_model(str(model_folder(tmp_path, "small")))
+    draft = load_model(str(model_folder(tmp_path, "large", num_hidden_layers=4)))
+    fitted, usual = fit_draft(draft, target), fit_draft(target, draft)
+    assert "more than its target, so drafting with it will hardly pay" in str(fitted.notice)
+    assert "more than its target" not in str(usual.notice)

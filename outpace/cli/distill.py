@@ -39,7 +39,7 @@ class TextFlags:
         None, "Let the target write this many prompts to prompts.jsonl, and do nothing else."
     )
     begin: list[str] | None = flag(None, "With --write-prompts, how they begin; several are used alternately.")
-    budget: str | None = flag(None, "Time for text and training together: 90s, 30m, 2h.")
+    budget: str | None = flag(None, "Time for text and training: 90s, 30m, 2h. The evaluation takes minutes more.")
     tokens: int | None = flag(None, "Instead of a budget: tokens that the target writes; started answers are finished.")
     epochs: float = flag(3.0, "How often training goes through the text.")
     answer_tokens: int = flag(256, "The longest answer, in tokens.")
@@ -248,6 +248,7 @@ def _options(
     from outpace.distill.writer import WriterOptions
     from outpace.models.files.find import shipped_model
 
+    budget = None if text.budget is None else seconds(text.budget)
     for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):
         check_whole(name, value, 1)
     if training.batch_rows is not None:
@@ -283,7 +284,7 @@ def _options(
         temperatures=tuple(numbers(text.temperatures, float, says)),
         runtime=evaluation.runtime,
         tokens=text.tokens,
-        seconds=None if text.budget is None else seconds(text.budget),
+        seconds=budget,
         epochs=text.epochs,
         device=device,
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),

@@ -141,7 +141,7 @@ def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: 
     weights = sum(map(math.prod, tensor_shapes(config).values()))
     most = weights * (free - text) / min(choices.values()) / 1e9
     smaller = f"a model of at most {most:.1f} billion weights fits so" if most >= FEWEST else "make some of it free"
-    what = f"{needed / GIB:.1f} GiB of memory in {chosen}, with keys and values for {LEAST} tokens"
+    what = f"{needed / GIB:.1f} GiB of memory with dtype {chosen} and keys and values for {LEAST} tokens"
     raise UserError(f"{source.path} needs {what}, and {free / GIB:.1f} are free: {' and '.join(fitting) or smaller}")
 
 

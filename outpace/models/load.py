@@ -218,4 +218,8 @@ def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     if differs:
         raise UserError(misfit(target.name, draft.name, differs))
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
+    large, small = (one.model.weight_bytes or 0 for one in (draft, target))
+    if large > small > 0:
+        notice = f"it has {large / GIB:.1f} GiB of weights, more than its target, so drafting with it will hardly pay"
+        draft = replace(draft, notice="; ".join(filter(None, (draft.notice, notice))))
     return attach_steering(draft, target)
