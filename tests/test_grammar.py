@@ -310,7 +310,9 @@ def test_forced_text_is_proposed_as_it_is_cut(grammars: Grammars, tokenizer: Tok
     [
         (schema_of({"type": "integer"}), "-" + "1" * 30, 21),
         (schema_of({"type": "number"}), "1." + "3" * 30, 22),
-        (schema_of({"type": "number"}), "1" * 20 + "." + "3" * 20 + "e" + "5" * 20, 62),
+        (schema_of({"type": "number"}), "1" * 19 + "." + "3" * 19 + "e" + "5" * 30, 60),
+        (schema_of({"type": "number"}), "1" * 20 + ".5", 20),
+        (schema_of({"type": "number"}), "1." + "3" * 20 + "e5", 22),
         (schema_of({"type": "array", "items": {"type": "integer"}}), "[1, " + "2" * 30, 24),
         (schema_of({"type": "string"}), '"' + "1" * 30 + '"', 32),
         (schema_of({"type": "string", "minLength": 30}), '"' + "1" * 30 + '"', 32),

@@ -73,7 +73,8 @@ class DigitLimit:
     def __init__(self, tokens: Sequence[bytes], special: frozenset[int]) -> None:
         """Take the bytes of all tokens, and the ids of special ones."""
         texts = {index: text for index, text in enumerate(tokens) if index not in special}
-        self._digits = np.array([index for index, text in texts.items() if text[:1].isdigit()], dtype=np.intp)
+        more = [index for index, text in texts.items() if text[0] in b"0123456789.eE"]
+        self._more = np.array(more, dtype=np.intp)  # they continue a number
         others = [index for index, text in texts.items() if text[0] not in b"0123456789.eE,]} \n\r\t"]
         self._others = np.array(others, dtype=np.intp)  # they cannot follow a digit of a number
         ends = {index: len(text) - len(text.rstrip(b"0123456789")) for index, text in texts.items()}
@@ -94,9 +95,9 @@ class DigitLimit:
         return self.count(text[max(place - 1, start) :])
 
     def limited(self, mask: np.ndarray) -> np.ndarray:
-        """Return a mask without digits, if it is that of a number and allows anything else."""
+        """Return the mask that ends a number; the same mask if it is not that of a number, or allows no end."""
         found = mask.copy()
-        found[self._digits] = False
+        found[self._more] = False
         return mask if mask[self._others].any() or not found.any() else found
 
 

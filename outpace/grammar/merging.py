@@ -112,7 +112,7 @@ class _Merger:
         return self._written([part for part in parts if part != {}], bool(closing), 0)
 
     def _parts(self, schema: Any, depth: int) -> list[Any]:
-        """Return the schemas of which one consists, in the order in which they declare properties.
+        """Split a schema into those that apply to the same value, in the order in which they declare properties.
 
         They have no `$ref` and `allOf`, and `anyOf` and `oneOf` alone. `depth` is 0 for the schema of a place.
         """
