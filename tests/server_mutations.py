@@ -13,11 +13,21 @@ from outpace.card import wire
 from outpace.card.wire import LayerLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
-from outpace.grammar import matcher, schema
-from outpace.server import chat_completions, content, generation_request, request_body, responses, tool_calls
+from outpace.grammar import matcher, merging, schema
+from outpace.server import (
+    chat_completions,
+    content,
+    generation_request,
+    middleware,
+    request_body,
+    responses,
+    tool_calls,
+)
 from outpace.server.admission import Admission, Reservation
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
+from outpace.server.middleware import Middleware
+from outpace.tools.call_scanners import CallScanner
 from outpace.tools.calls import CallParser, merge_deltas
 
 
@@ -50,6 +60,59 @@ def of_any_text(holds: Original) -> Original:
 
 def limits_nothing(is_redundant: Original) -> Original:
     return lambda keyword, schema: True
+
+
+def known_format(is_redundant: Original) -> Original:
+    return lambda keyword, schema: keyword != "format" and is_redundant(keyword, schema)
+
+
+def by_authorization(authenticate: Original) -> Original:
+    """Check the first credential alone."""
+
+    def mutated(self: Any, path: str, headers: Any) -> Any:
+        left_out = b"x-api-key" if b"authorization" in headers else b""
+        return authenticate(self, path, {name: value for name, value in headers.items() if name != left_out})
+
+    return mutated
+
+
+def part_by_part(joined: Original) -> Original:
+    """Close each part of a merged object instead of the whole."""
+
+    def mutated(parts: Sequence[Any], is_strict: bool) -> Any:
+        return {"allOf": [joined([part], is_strict) for part in parts]} if len(parts) > 1 else joined(parts, is_strict)
+
+    return mutated
+
+
+def left_open(joined: Original) -> Original:
+    return lambda parts, is_strict: joined([{"additionalProperties": True}, *parts], is_strict)
+
+
+def without_objects(limits_objects: Original) -> Original:
+    return lambda self, schema, depth: False
+
+
+def unlimited(limited: Original) -> Original:
+    return lambda self, mask: mask
+
+
+def single_braces(push: Original) -> Original:
+    def mutated(self: CallScanner, character: str) -> None:
+        self._last = ""
+        push(self, character)
+
+    return mutated
+
+
+def as_calls(emit: Original) -> Original:
+    """Take a fenced example for calls."""
+
+    def mutated(self: CallParser, text: str) -> None:
+        self._take_fenced()
+        emit(self, text)
+
+    return mutated
 
 
 def of_any_length(read: Original) -> Original:
@@ -108,6 +171,8 @@ def by_the_own_name(with_own_names: Original) -> Original:
 REMOTE, HISTORIES = "test_remote.py::test_", "test_histories.py::test_"
 FIELDS = "test_other_fields.py::test_"
 NO_VALUES = ("template_values", lambda read: lambda body: {})
+ERRORS, KEYWORDS, TOOLS = (f"test_{name}.py::test_" for name in ("server_errors", "schema_keywords", "tools"))
+SPLITS = TOOLS + "every_split_of_a_transcript_gives_the_same_deltas"
 LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
@@ -115,9 +180,18 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "an_invalid_request_releases_its_reservation", Reservation, "release", nothing),
     (ADMISSION, "reservations_count", Admission, "_error", as_internal_error),
     (ADMISSION, "a_request_that_cannot_start_in_time_is_refused_at_once", Admission, "_seconds_to_start", at_once),
-    ("test_server_errors.py::test_", "json_depth_is_bounded", request_body, "_check_json", nothing),
-    ("test_tools.py::test_", "every_split_of_a_transcript_gives_the_same_deltas", CallParser, "push", at_each_chunk),
+    (ERRORS, "json_depth_is_bounded", request_body, "_check_json", nothing),
+    (ERRORS, "any_right_credential_passes", Middleware, "_authenticate", by_authorization),
+    (ERRORS, "contradictory_requests_are_refused", middleware, "_check_head", nothing),
+    (SPLITS, "", CallParser, "push", at_each_chunk),
+    (SPLITS, "", CallParser, "_emit", as_calls),
+    (SPLITS, "", CallScanner, "push", single_braces),
+    (KEYWORDS, "objects_with_declared_properties_are_closed", merging, "_joined", left_open),
+    (KEYWORDS, "objects_with_declared_properties_are_closed", merging, "_joined", part_by_part),
+    (KEYWORDS, "objects_with_declared_properties_are_closed", merging._Merger, "_limits_objects", without_objects),
+    (GRAMMAR, "numbers_end_after_twenty_digits", matcher.DigitLimit, "limited", unlimited),
     (GRAMMAR, "what_cannot_be_enforced_is_refused_by_name", schema, "_is_redundant", limits_nothing),
+    (KEYWORDS, "an_unknown_format_is_an_annotation", schema, "_is_redundant", known_format),
     (HISTORIES, "the_text_of_unknown_types_is_kept_and_the_rest_named", content, "_texts_in", no_text),
     (HISTORIES, "what_the_user_shows_the_model_is_refused", content, "refuse_media", nothing),
     (HISTORIES, "thoughts_reach_the_template_in_one_form", content, "_thought_in", no_text),

@@ -161,7 +161,6 @@ def test_an_invalid_structure_is_refused(response_format: Any, structured_output
         (schema_of({"version": {"a": {}}, "$ref": "#/version/a"}), "cannot be enforced"),  # its limits are unknown
         *((schema_of({name: 1}), f"'{name}'") for name in MISSPELT),
         (schema_of({"type": "zzz"}), "type of the JSON schema is 'zzz', it must be one or several of"),
-        (schema_of({"type": "string", "format": "zzz"}), "unknown format of a JSON schema 'zzz'"),
         (schema_of(False), "allows no value"),
         (schema_of({"items": 3}), "where a schema must be"),
         (schema_of({"type": "string", "pattern": "a(?=b)b"}), "has a lookahead or lookbehind"),
@@ -304,6 +303,34 @@ def test_forced_text_is_proposed_as_it_is_cut(grammars: Grammars, tokenizer: Tok
     assert tokenizer.decode(constraint.forced([], [])) == '{"name": "'
     path = tokenizer.continuation('{"name": "Al"')
     assert tokenizer.decode(constraint.forced([], path)) == ', "kind": "'
+
+
+@pytest.mark.parametrize(
+    ("asked", "text", "count"),
+    [
+        (schema_of({"type": "integer"}), "-" + "1" * 30, 21),
+        (schema_of({"type": "number"}), "1." + "3" * 30, 22),
+        (schema_of({"type": "number"}), "1" * 19 + "." + "3" * 19 + "e" + "5" * 30, 60),
+        (schema_of({"type": "number"}), "1" * 20 + ".5", 20),
+        (schema_of({"type": "number"}), "1." + "3" * 20 + "e5", 22),
+        (schema_of({"type": "array", "items": {"type": "integer"}}), "[1, " + "2" * 30, 24),
+        (schema_of({"type": "string"}), '"' + "1" * 30 + '"', 32),
+        (schema_of({"type": "string", "minLength": 30}), '"' + "1" * 30 + '"', 32),
+        (schema_of({"type": "string", "pattern": "^[0-9]{30}$"}), '"' + "1" * 30 + '"', 32),
+        (schema_of({"enum": [10**22]}), str(10**22), 23),
+        (Structure("regex", "[0-9]+"), "1" * 30, 30),
+    ],
+)
+def test_numbers_end_after_twenty_digits(
+    asked: Structure, text: str, count: int, grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """Unless no other text may follow; digits of strings and regexes are not limited."""
+    constraint, answer, prompt = grammars.constraint(asked, 1), tokenizer.continuation(text), [5]
+    allowed = constraint.allowed(prompt, answer)
+    assert len(tokenizer.decode(answer[:allowed])) == count
+    for place, token in enumerate(answer[: allowed + 1]):
+        for mask in (constraint.mask(prompt, answer[:place]), constraint.mask([*prompt, *answer[:place]], [])):
+            assert (mask is not None and bool(mask[token])) == (place < allowed)
 
 
 def test_several_threads_ask_one_constraint(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import pytest
 from test_grammar import accepts
 
 from outpace.core.errors import UserError
+from outpace.grammar import schema
 from outpace.grammar.compiler import Grammars
 from outpace.grammar.structure import schema_of
 from outpace.models.text.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ PET = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "discriminat
 PETS = {"$ref": "#/$defs/pet", "$defs": {"pet": PET, "cat": CAT, "dog": DOG}}
 AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CLOSED = {**AB, "additionalProperties": False}
+DOUBLING = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(20)} | {"d20": {"required": ["a"]}}
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"  # zod's
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
 
@@ -74,7 +76,7 @@ NOTHING: dict[str, list[dict[str, Any]]] = {
     "minProperties": [{"minProperties": 0}],
     "minimum": [{"minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}],  # zod's float64
     "nullable": [{"nullable": False}, {"nullable": True}],
-    "format": [{"type": "object", "format": "zzz"}],
+    "format": [{"type": "object", "format": "zzz"}, {"propertyNames": {"format": "regex"}}],
     "x-order": [{"x-order": 1}, {"version": 3}],
 }
 NULLS = dict.fromkeys(("title", "type", "enum", "format", "minimum", "required", "not", "anyOf", "$ref", "items"))
@@ -198,12 +200,24 @@ ENFORCED: dict[str, list[tuple[Any, list[str], list[str]]]] = {
         )
     ],
     "not": [
-        ({"type": "object", "properties": {"a": {"not": {}}}}, ['{"b":1}', "{}"], ['{"a":1}']),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, ['{"b":1}', "{}"], ['{"a":1}']),  # declares none
         ({"type": "array", "items": {"not": True}}, ["[]"], ["[1]"]),
     ],
     "$ref": [
         ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"const": 1}}}, ["1"], ["2"]),
         ({"$ref": "#here", "$defs": {"a": {"$dynamicAnchor": "here", "const": 1}}}, ["1"], ["2"]),
+        ({"$id": "http://a.b/c", "$ref": "d", "$defs": {"a": {"$id": "d", "const": 1}}}, ["1"], ["2"]),
+        (
+            {"$id": "urn:a", "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#b"}, "b": {"$anchor": "b", "const": 1}}},
+            ["1"],
+            ["2"],
+        ),
+        (
+            {"$ref": "e:f", "$defs": {"a": {"$id": "e:f", "$ref": "#/$defs/x", "$defs": {"x": {"const": 1}}}}},
+            ["1"],
+            ["2"],
+        ),
+        ({"items": {"$ref": "#"}, "type": "array"}, ["[[],[[]]]"], ["[1]", "1"]),
     ],
     "nullable": [({"type": "string", "nullable": True}, ['"a"', "null"], ["1"])],
 }
@@ -227,7 +241,10 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"propertyNames": {"type": "integer"}}, "'propertyNames'"),
         ({"propertyNames": {"$ref": "other.json"}}, "'propertyNames'"),
     ],
-    "unevaluatedProperties": [({"allOf": [AB], "unevaluatedProperties": False}, "'unevaluatedProperties'")],
+    "unevaluatedProperties": [
+        ({"allOf": [AB], "unevaluatedProperties": {"type": "null"}}, "'unevaluatedProperties'"),
+        ({"allOf": [{"anyOf": [AB], "unevaluatedProperties": False}]}, "'unevaluatedProperties'"),
+    ],
     "unevaluatedItems": [({"anyOf": [{"prefixItems": [{}]}], "unevaluatedItems": False}, "'unevaluatedItems'")],
     "minProperties": [
         ({"type": "object", "minProperties": 2}, "'minProperties'"),
@@ -248,10 +265,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"type": "string", "pattern": "("}, "unclosed group"),
     ],
     "patternProperties": [({"patternProperties": {"^a": {}, "b$": {}}}, "may fit one name")],
-    "format": [
-        ({"type": "string", "format": "datetime"}, "did you mean 'date-time'"),
-        ({"format": "regex"}, "'regex'"),
-    ],
+    "format": [({"type": "string", "format": 3}, "format of the JSON schema is 3, it must be a string")],
     "const": [({"const": 2**53 + 1}, "too many digits")],
     "enum": [({"enum": [{"a": [-(2**53) - 1]}]}, "too many digits"), ({"enum": []}, "enum of the JSON schema is []")],
     "multipleOf": [({"type": "number", "multipleOf": 0}, "multipleOf is 0"), ({"multipleOf": "2"}, "must be a number")],
@@ -272,10 +286,85 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "$ref": [
         ({"$ref": "#/$defs/a"}, "$ref leads to #/$defs/a, which does not exist"),
         ({"$ref": "http://example.org/x"}, "$ref leads to http://example.org/x, outside"),
+        ({"$ref": "http://[/x"}, "$ref leads to http://[/x, outside"),
+        ({"$ref": "#here"}, "$ref leads to #here, which does not exist"),
         ({"$ref": 3}, "$ref of the JSON schema is 3"),
     ],
     "bsonType": [({"bsonType": "int"}, "'bsonType'")],
 }
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}}
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+IN_A = {"properties": {"x": A}}
+CLOSED_OBJECTS: list[tuple[Any, list[str], list[str]]] = [  # good and bad answers
+    (AB, ['{"a":1}', "{}"], ['{"c":1}', '{"a":1,"c":1}']),
+    ({"type": "array", "items": A}, ['[{"a":1}]'], ['[{"b":1}]']),
+    (
+        {"properties": {"x": {"properties": {"y": A}}}},
+        ['{"x":{"y":{"a":1}}}', "3"],
+        ['{"x":{"y":{"b":1}}}', '{"x":{"b":1}}'],
+    ),
+    ({**A, "additionalProperties": None}, ['{"a":1}'], ['{"b":1}']),
+    ({"type": "object", "properties": {}}, ["{}", '{"b":1}'], []),
+    ({"type": "object"}, ["{}", '{"b":1}'], []),
+    ({**A, "additionalProperties": True}, ['{"a":1,"b":1}'], ['{"a":"x"}']),
+    ({**A, "additionalProperties": {"type": "null"}}, ['{"a":1,"b":null}'], ['{"b":1}']),
+    ({**A, "unevaluatedProperties": True}, ['{"a":1,"b":1}'], ['{"a":"x"}']),
+    ({**A, "required": ["z"]}, ['{"a":1,"z":[2]}', '{"z":1}'], ['{"a":1}', '{"z":1,"y":1}']),
+    ({**A, "patternProperties": {"^n": {"type": "null"}}}, ['{"a":1,"n1":null}'], ['{"n1":1}', '{"b":null}']),
+    ({"enum": [{"a": 1, "c": 2}], **A}, ['{"a":1,"c":2}'], ['{"a":1}']),
+    # the merged object is closed
+    ({"allOf": [A, B]}, ['{"a":1,"b":1}', '{"b":1}'], ['{"c":1}', '{"a":1,"c":1}']),
+    ({"allOf": [A], **B}, ['{"a":1,"b":1}'], ['{"c":1}']),
+    ({"$ref": "#/$defs/a", **B, "$defs": {"a": A}}, ['{"a":1,"b":1}'], ['{"c":1}']),
+    ({"allOf": [A, {"required": ["b"]}]}, ['{"a":1,"b":"x"}'], ['{"a":1}', '{"b":1,"c":1}']),
+    ({"allOf": [A, {"patternProperties": {"^n": {}}}]}, ['{"a":1,"n":1}'], ['{"b":1}']),
+    ({"allOf": [A, {**B, "additionalProperties": True}]}, ['{"a":1,"b":1,"c":1}'], ['{"a":"x"}']),
+    ({"allOf": [A, {**B, "additionalProperties": False}]}, ['{"b":1}'], ['{"a":1}', '{"c":1}']),
+    ({"allOf": [A, B], "unevaluatedProperties": True}, ['{"a":1,"b":1,"c":1}'], ['{"b":"x"}']),
+    ({"allOf": [A, B], "unevaluatedProperties": False}, ['{"a":1,"b":1}'], ['{"c":1}']),
+    ({"allOf": [IN_A, {"properties": {"x": B}}]}, ['{"x":{"a":1,"b":1}}'], ['{"x":{"c":1}}', '{"y":1}']),
+    ({"type": "array", "items": A, "allOf": [{"items": B}]}, ['[{"a":1,"b":1}]'], ['[{"c":1}]']),
+    ({"allOf": [A, B], "minProperties": 1}, ['{"a":1}', '{"b":1}'], ["{}", '{"c":1}']),
+    # each branch has the properties next to it
+    ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', '{"c":1}']),
+    ({"anyOf": [A, {"type": "null"}]}, ['{"a":1}', "null"], ['{"c":1}', "1"]),
+    ({**A, "anyOf": [B, {"required": ["c"]}]}, ['{"a":1,"b":1}', '{"a":1,"c":1}'], ['{"b":1,"c":1}', '{"d":1}']),
+    (
+        {**AB, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        ['{"a":1}', '{"a":1,"b":1}'],
+        ["{}", '{"a":1,"c":1}'],
+    ),
+    (
+        PETS | {"required": ["z"]},
+        ['{"kind":"cat","n":1,"z":1}'],
+        ['{"kind":"cat","n":1}', '{"kind":"cat","n":1,"z":1,"y":1}'],
+    ),
+    (
+        {**IN_A, "anyOf": [{"properties": {"x": B}}, B]},
+        ['{"x":{"a":1,"b":1}}', '{"x":{"a":1},"b":1}'],
+        ['{"x":{"c":1}}'],
+    ),
+    # recursive schemas
+    ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, ['{"v":1,"next":{"v":2,"next":{}}}'], ['{"next":{"w":1}}']),
+    ({**A, "properties": {"x": {"$ref": "#"}}}, ['{"x":{"x":{}}}'], ['{"x":{"x":{"a":1}}}']),
+    (
+        {"$defs": {"node": {"allOf": [{"$ref": "#/$defs/a"}, NODE]}, "a": A}, "$ref": "#/$defs/node"},
+        *(['{"a":1,"v":1,"next":{"a":2}}'], ['{"next":{"b":1}}']),
+    ),
+]
+FORMATS: list[tuple[Any, list[str], list[str]]] = [  # that JSON Schema does not list, or that no grammar can enforce
+    ({"type": "string", "format": "phone"}, ['"a"'], ["1"]),
+    ({"type": "string", "format": "regex", "maxLength": 2}, ['"("'], ["1", '"abc"']),
+    ({"type": "string", "format": "datetime"}, ['"x"'], ["1"]),
+    ({"type": "integer", "format": "int32"}, ["1"], ['"a"', "1.5"]),
+    ({"type": ["number", "null"], "format": "decimal"}, ["1.5", "null"], ['"a"']),
+    ({"type": "array", "items": {"type": "string", "format": "color"}}, ['["a"]'], ["[1]"]),
+    ({"anyOf": [{"type": "string", "format": "ipv4network"}, {"type": "null"}]}, ['"a"', "null"], ["1"]),
+    ({"$ref": "#/$defs/u", "$defs": {"u": {"type": "string", "format": "uri-template"}}}, ['"{x}"'], ["1"]),
+    ({"format": "cuid", "pattern": "^c"}, ['"ca"', "1"], ['"a"']),
+    ({"format": "zzz"}, ['"a"', "1", "[]"], []),
+    ({"type": "object", "propertyNames": {"format": "zzz", "minLength": 2}}, ['{"ab":1}'], ['{"a":1}']),
+]
 DRAFT_2020_12 = {
     *("$schema", "$id", "$ref", "$anchor", "$dynamicRef", "$dynamicAnchor", "$defs", "$comment", "$vocabulary"),
     *(
@@ -335,6 +424,40 @@ def test_an_enforced_keyword_allows_what_validators_allow(
     validator = draft(given)
     if "nullable" not in given:
         assert all(validator.is_valid(json.loads(text)) for text in good)
+
+
+@pytest.mark.parametrize(("given", "good", "bad"), CLOSED_OBJECTS, ids=json.dumps)
+def test_objects_with_declared_properties_are_closed(
+    given: Any, good: list[str], bad: list[str], grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    asked = schema_of(given)
+    assert [text for text in [*good, *bad] if accepts(grammars, asked, tokenizer, text)] == good
+    assert all(
+        jsonschema.Draft202012Validator(given | {"discriminator": 0}).is_valid(json.loads(text)) for text in good
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"$ref": "#"}, "leads back to itself"),
+        ({**A, "anyOf": [{"$ref": "#"}, {"type": "null"}]}, "leads back to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "leads back to itself"),
+        ({**A, "$ref": "#/$defs/d0", "$defs": DOUBLING}, "more than 20000 parts after"),
+    ],
+    ids=["root", "branch", "definition", "doubling"],
+)
+def test_the_size_of_a_merged_schema_is_bounded(given: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        schema.enforceable(given)
+
+
+@pytest.mark.parametrize(("given", "good", "bad"), FORMATS, ids=json.dumps)
+def test_an_unknown_format_is_an_annotation(
+    given: Any, good: list[str], bad: list[str], grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    asked = schema_of(given)
+    assert [text for text in [*good, *bad] if accepts(grammars, asked, tokenizer, text)] == good
 
 
 @pytest.mark.parametrize(("given", "words"), [one for many in REFUSED.values() for one in many], ids=json.dumps)

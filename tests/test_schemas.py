@@ -129,11 +129,21 @@ def _enum(chance: random.Random, depth: int) -> dict[str, Any]:
     return {"enum": chance.sample(["red", "green", 3, 4.5, None, True, "ü\n"], 3)}
 
 
+def without_closing(schema: Any) -> Any:
+    """Return a schema of the same answers whose objects are closed because they have properties."""
+    if isinstance(schema, list):
+        return [without_closing(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closing = ("additionalProperties", "unevaluatedProperties") if "properties" in schema else ()
+    return {name: without_closing(inner) for name, inner in schema.items() if name not in closing}
+
+
 def check(tokenizer: Tokenizer, seeds: range) -> None:
     target, grammars, finished, forced = QuickToy(tokenizer.size, 2, 0), Grammars(tokenizer), 0, 0
     for seed in seeds:
         schema = schema_by(seed)
-        asked = schema_of(schema, compact=seed % 2 == 0)
+        asked = schema_of(without_closing(schema) if seed % 3 else schema, compact=seed % 2 == 0)
         method, rule, options = WAYS[seed % len(WAYS)]
 
         def request(asked: Any = asked, seed: int = seed, rule: str = rule, options: Any = options) -> Any:

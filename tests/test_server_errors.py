@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fuzz_server import fuzz_server
-from serving import CHAT, HELLO, Served, head, served, wait_for
+from serving import CHAT, HELLO, Answered, Served, head, served, wait_for
 
 import outpace
 from outpace.core.errors import UserError
@@ -31,6 +32,21 @@ def llm(tiny_folder: str) -> Iterator[outpace.LLM]:
 def site(llm: outpace.LLM) -> Iterator[Served]:
     with served(llm, ServerLimits(max_body=20_000, body_seconds=1.0)) as site:
         yield site
+
+
+@pytest.fixture(scope="module")
+def locked(llm: outpace.LLM) -> Iterator[Served]:
+    with served(llm, keys=KEYS) as site:
+        yield site
+
+
+def raw(site: Served, sent: bytes) -> Answered:
+    """Send bytes on a connection of their own."""
+    with site.socket() as connection:
+        connection.sendall(sent)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        return Answered(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
 
 
 @pytest.mark.parametrize(
@@ -254,6 +270,34 @@ def test_api_keys_are_checked(llm: outpace.LLM) -> None:
         assert [site.ask(path).status for path in ("/health", "/ready")] == [200, 200]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Authorization: Bearer one", "X-Api-Key: other"], 200),
+        (["Authorization: Bearer other", "X-Api-Key: two"], 200),
+        (["X-Api-Key: two", "Authorization: Basic b3RoZXI="], 200),
+        (["Authorization: Bearer ", "X-Api-Key: one"], 200),
+        (["Authorization: Bearer one", "X-Api-Key:"], 200),
+        (["Authorization: Bearer one", "Authorization: Bearer one"], 200),
+        (["Authorization: Bearer other", "X-Api-Key: another"], 401),
+        (["Authorization: Bearer one", "Authorization: Bearer other"], 400),
+        (["X-Api-Key: other", "X-Api-Key: one"], 400),
+    ],
+)
+def test_any_right_credential_passes(locked: Served, headers: list[str], status: int) -> None:
+    found = raw(locked, head("/tokenize", 15, *headers) + b'{"prompt": "a"}')
+    assert found.status == status, found.body
+    assert status == 200 or not {"other", "another"} & set(found.error["message"].split())
+
+
+def test_requests_count_for_the_key_of_authorization(locked: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    for headers in ({"Authorization": "Bearer one"}, {"Authorization": "Bearer one", "x_api_key": "two"}):
+        assert locked.ask("/version", **headers).status == 200
+    wait_for(lambda: not locked.server.server_state.tasks)
+    logged = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["key"] for line in logged if "key" in line] == [hashlib.sha256(b"one").hexdigest()[:12]] * 2
+
+
 def test_the_prefix_cache_is_separate_for_each_key(llm: outpace.LLM) -> None:
     with served(llm, keys=KEYS) as site:
         body = {"prompt": "12 world hello " * 5, "max_tokens": 4}
@@ -267,6 +311,58 @@ def test_the_prefix_cache_is_separate_for_each_key(llm: outpace.LLM) -> None:
 def test_other_hosts_are_refused_without_keys(site: Served) -> None:
     for host, status in (("evil.example", 400), ("localhost:1", 200), ("[::1]:5", 200), ("127.0.0.1", 200), ("", 400)):
         assert site.ask("/health", Host=host).status == status, host
+
+
+LINE, HOST = "POST /tokenize HTTP/1.1", "Host: localhost"
+JSON, LENGTH, CHUNKED = "Content-Type: application/json", "Content-Length: 15", "Transfer-Encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "says"),
+    [
+        ([LINE, HOST, JSON, LENGTH], 200, ""),
+        ([LINE, HOST, HOST, JSON, LENGTH], 400, "2 Host headers"),
+        ([LINE, HOST, "Host: evil.example", JSON, LENGTH], 400, "2 Host headers"),
+        ([LINE, "host: evil.example", JSON, LENGTH, HOST], 400, "2 Host headers"),
+        ([LINE, JSON, LENGTH], 400, "0 Host headers"),
+        ([LINE.replace("1.1", "1.0"), HOST, HOST, JSON, LENGTH], 400, "2 Host headers"),
+        *(
+            ([LINE, f"Host: {host}", JSON, LENGTH], 400, f"the Host header is '{host}'")
+            for host in (
+                "localhost evil",
+                "localhost, localhost",
+                "a@localhost",
+                "localhost/",
+                "localhost:http",
+                "[::1",
+            )
+        ),
+        ([LINE, "Host: [::1]:80", JSON, LENGTH], 200, ""),
+        ([LINE.replace("/t", "http://evil.example/t"), HOST, JSON, LENGTH], 400, "host 'evil.example' is not allowed"),
+        ([LINE.replace("/t", "http://localhost/t"), "Host: evil.example", JSON, LENGTH], 200, ""),
+        ([LINE, HOST, JSON, LENGTH, "Content-Length: 16"], 400, "Content-Length"),
+        ([LINE, HOST, JSON, "Content-Length: 1x"], 400, "Content-Length"),
+        ([LINE, HOST, JSON, "Content-Length: -15"], 400, "Content-Length"),
+        ([LINE, HOST, JSON, LENGTH, CHUNKED], 400, "Transfer-Encoding"),
+        ([LINE, HOST, JSON, CHUNKED, LENGTH], 400, "Content-Length"),
+        ([LINE, HOST, JSON, CHUNKED, CHUNKED], 400, "Transfer-Encoding"),
+        ([LINE, HOST, JSON, "Transfer-Encoding: gzip"], 400, "Transfer-Encoding"),
+        ([LINE, HOST, JSON, "Transfer-Encoding: gzip, chunked"], 501, "'gzip, chunked', it must be chunked"),
+        ([LINE.replace("1.1", "1.0"), HOST, JSON, CHUNKED], 400, "HTTP/1.0 has none"),
+        ([LINE, HOST, JSON, "Content-Type: text/plain", LENGTH], 400, "different content-type headers"),
+        ([LINE, HOST, JSON, JSON, LENGTH], 200, ""),
+        ([LINE, HOST, JSON, LENGTH, "Content-Encoding: identity", "Content-Encoding: gzip"], 415, "'identity, gzip'"),
+        ([LINE.replace("1.1", "2.0"), HOST, JSON, LENGTH], 505, "HTTP/2.0"),
+        ([LINE, HOST, JSON, LENGTH, "X-A : b"], 400, "not valid HTTP"),
+        ([LINE, HOST, JSON, LENGTH, "X-A: b\r\n c"], 400, "not valid HTTP"),
+    ],
+)
+def test_contradictory_requests_are_refused(site: Served, lines: list[str], status: int, says: str) -> None:
+    body = b'5\r\n{"pro\r\na\r\nmpt": "a"}\r\n0\r\n\r\n' if "chunked" in str(lines) else b'{"prompt": "a"}'
+    found = raw(site, "\r\n".join([*lines, "", ""]).encode() + body)
+    assert found.status == status, found.body
+    assert found.headers["x-request-id"]
+    assert status == 200 or says in found.error["message"]
 
 
 def test_other_machines_need_keys() -> None:

@@ -85,6 +85,7 @@ HERMES_CALL, TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call>", f"<tools>\n{CAL
 XML_CALL, ARGS_CALL = f"<tool_call>\n{tagged('A')}\n</tool_call>", f"[TOOL_CALLS]weather[ARGS]{A}"
 LLAMA_CALL = CALL.replace("arguments", "parameters")
 NO_CITY = CALL.replace("city", "town")
+DOUBLED = f"{{{CALL}}}"
 QWEN = replace(  # as `auto` returns it for Qwen
     HERMES, marks=tuple(f for one in FORMATS.values() for f in one.frames.items()), takes_unmarked=True
 )
@@ -117,6 +118,22 @@ ONE_CALL = [
         f"<tool_call>\n{CALL}",
         CALL.replace('e": ', 'e" :\n\t').replace('s": ', 's" :')[:-1] + "\n}",
     ),
+    *(
+        DOUBLED,
+        f"{DOUBLED}}}",
+        DOUBLED[:-1],
+        f"{{ {CALL}\n}}",
+        CALL.replace(A, f"{{{A}}}"),
+        DOUBLED.replace(A, f"{{{A}}}"),
+    ),
+    *(
+        fenced(DOUBLED),
+        f"[{DOUBLED}]",
+        HERMES_CALL.replace(CALL, DOUBLED),
+        f"~~~json\n{CALL}\n~~~",
+        f"````\n{CALL}\n````",
+    ),
+    *(f"<function=weather>{{{A}}}</function>", f"<tool_call>\n{fenced(CALL)}\n</tool_call>"),
 ]
 TWO_CALLS = [
     *(fenced(f"{CALL}\n{CLOCK_CALL}"), fenced(f"[{CALL},\n {CLOCK_CALL}]"), f"{fenced(CALL)}\n{fenced(CLOCK_CALL)}"),
@@ -127,6 +144,25 @@ TWO_CALLS = [
         f"[{CALL}, {CLOCK_CALL}]",
     ),
     f"<tool_call>\n{tagged('A')}\n<function=clock>\n</function>\n</tool_call>",
+    *(
+        f"{DOUBLED}\n{{{CLOCK_CALL}}}",
+        f"[{DOUBLED}, {{{CLOCK_CALL}}}]",
+        f"{fenced(CALL)}\n<tool_call>{CLOCK_CALL}</tool_call>",
+    ),
+]
+EXAMPLES = [  # fenced, and the text goes on
+    *(f"So:\n{fenced(CALL)}\nDone.", f"So: {fenced(CALL)}\n\nDone.", f"{fenced(CALL)}\n{fenced(CLOCK_CALL)}\nDone."),
+    *(
+        f"{fenced(DOUBLED)} or",
+        f"```json\n[{CALL},\n {CLOCK_CALL}]\n```\nor",
+        f"~~~\n{CALL}\n~~~\nor",
+        f"{fenced(CALL)}\n```\nx\n```",
+    ),
+    *(
+        f"```xml\n{form}\n```\nDone."
+        for form in (HERMES_CALL, TAGGED_CALL, XML_CALL, ARGS_CALL, f"<|python_tag|>{LLAMA_CALL}")
+    ),
+    *(f"```\nuser: ?\n{HERMES_CALL}\n```\nDone.", f"````md\n{fenced(CALL)}\n````\nDone.", f"```json\n{CALL}\nx\n```"),
 ]
 TEXTS = [
     *('```json\n{"a": 1}\n```', '```json\n{"name": "rm", "arguments": {}}\n```', "```", "``` `x` [y](z) ```", "[1, 2]"),
@@ -137,6 +173,7 @@ TEXTS = [
         f"```python\nx = 1\n{CALL}\n```",
         "<function=rm>",
     ),
+    *("{{ name }}", '{{"name": "rm", "arguments": {}}}', '{{{"name": "clock", "arguments": {}}}}', *EXAMPLES),
     *("````\n```json\n```\n````", "<tools>\n\n</tools>", f"`{CALL}`", "<function=clock", "[TOOL_CALLS]", f"- {CALL}"),
 ]
 TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
@@ -176,7 +213,20 @@ TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     *[(QWEN, answer, free_text(answer)) for answer in TEXTS],
     *[(QWEN, f"So.\n{form}", free_text("So.") + call(0, "weather", A)) for form in ONE_CALL],
     *[(QWEN, form, call(0, "weather", A) + call(1, "clock")) for form in TWO_CALLS],
-    (QWEN, f"```json\n{CALL}\n```\nDone.", call(0, "weather", A) + free_text("\nDone.")),
+    *[
+        (
+            family,
+            f"```\n{form}\n```\nSo.\n```\n{form}\n```",
+            free_text(f"```\n{form}\n```\nSo.") + call(0, "weather", A),
+        )
+        for family, form in (
+            *((QWEN, DOUBLED), (JSON, CALL), (LLAMA, LLAMA_CALL), (HERMES, HERMES_CALL), (TAGS, TAGGED_CALL)),
+            *((XML, XML_CALL), (MISTRAL, ARGS_CALL)),
+        )
+    ],
+    (QWEN, f"```ls```\n{HERMES_CALL}\nDone.", free_text("```ls```") + call(0, "weather", A) + free_text("\nDone.")),
+    (QWEN, DOUBLED.replace('"A"', '{{"x": [{{}}, "{{}}"]}}'), call(0, "weather", '{"city": {"x": [{}, "{{}}"]}}')),
+    (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{{{A}}}[TOOL_CALLS]clock{{{{}}}}", call(0, "weather", A) + call(1, "clock")),
     (QWEN, f"```py\nx = {{}}\n```\n{CALL}", free_text("```py\nx = {}\n```") + call(0, "weather", A)),
     (QWEN, f"<tool_call>\n{CALL}\n{CALL} </tool", call(0, "weather", A) + call(1, "weather", A)),
     (
@@ -233,6 +283,7 @@ def test_every_split_of_a_transcript_gives_the_same_deltas(
 
 PARTS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>", '{"name": "clock"', "}"),
+    *("{", "~~~\n", "````\n"),
     *('"', ', "arguments": ', "{}", "[", "]", ",", "\n", " ", "a", "\\", "<", "```", "```json\n", "`", "<tools>"),
     *("</tools>", "<function=clock>", "</function>", "<parameter=a>", "\n</parameter>", "[ARGS]", "clock", ";"),
     '{"name": "weather", "arguments": {"city": "A"}}',
@@ -313,6 +364,8 @@ def test_text_between_tags_is_passed_on_at_once() -> None:
         (HERMES_CALL.replace('"A"', "NaN"), False),
         (HERMES_CALL.replace(A, '"{\\"city\\": 1}"'), True),
         (HERMES_CALL.replace(A, '"no object"'), False),
+        (DOUBLED.replace(A, f"{{{A}}}"), True),
+        (f"{fenced(CALL)}\nor\n{DOUBLED[:-3]}", False),
         (XML_CALL, True),
         (XML_CALL.partition("</function>")[0], False),
         ("<function=clock>{}</function>", True),
@@ -351,7 +404,13 @@ def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: 
         (QWEN, "auto", True, f"So\n{fenced(CALL)}\n{HERMES_CALL}", "So <tool_call>\nno"),
         (QWEN, "auto", True, '```json\n{"name": "Ann", "arguments": 3}\n```', f"So\n{fenced(NO_CITY)}"),
         (QWEN, "auto", True, f"```json\n[{CALL}, {CALL}]\n```", f"```json\n[{CALL}, {NO_CITY}]\n```"),
-        (QWEN, "auto", False, f"So\n{fenced(CALL)}\n", f"So\n{fenced(CALL)}\nDone"),
+        (QWEN, "auto", False, f"So\n{fenced(CALL)}\n", f"So\n{CALL}\nDone"),
+        (QWEN, "auto", False, f"{fenced(CALL)}\nDone\n{fenced(CALL)}", f"{fenced(CALL)}\n{fenced(CALL)}"),
+        (QWEN, "auto", False, f"{fenced(CALL)}\nDone", f"{fenced(CALL)}\nDone\n{HERMES_CALL}\nDone"),
+        (QWEN, "auto", False, f"{DOUBLED}}}\n", f"{{{NO_CITY}}}"),
+        (QWEN, "auto", True, fenced(f"[{DOUBLED}, {DOUBLED}]"), fenced(f"[{DOUBLED}, {{{NO_CITY}}}]")),
+        (JSON, "auto", False, fenced(DOUBLED), f"{DOUBLED}\n{DOUBLED}"),
+        (LLAMA, "auto", False, f"{{{LLAMA_CALL}}}", f"{{{LLAMA_CALL}}} and"),
         (TAGS, "required", True, f"{TAGGED_CALL}\n{TAGGED_CALL}", HERMES_CALL),
         (TAGS, "auto", True, f"So {TAGGED_CALL}", "So <tools>\n[]"),
         (LLAMA, "required", True, f"{LLAMA_CALL}; {LLAMA_CALL}", CALL),

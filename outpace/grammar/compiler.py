@@ -16,7 +16,7 @@ import numpy as np
 
 from outpace.core.errors import UserError, install_command
 from outpace.grammar import schema
-from outpace.grammar.matcher import GrammarConstraint, unpacked
+from outpace.grammar.matcher import DigitLimit, GrammarConstraint, unpacked
 from outpace.grammar.regexes import in_ascii, with_plain_classes
 from outpace.grammar.structure import FREE_WHITESPACE, NAMES, Structure
 from outpace.models.text.tokenizer import Tokenizer
@@ -84,8 +84,6 @@ _REASONS = (  # what llguidance says, and what an error says instead
     (r"patternProperty regexes (.+) and (.+) are", r"two of its patternProperties, \1 and \2, may fit one name"),
     (r"min/maxProperties only", "minProperties or maxProperties counts properties that are not required"),
     (r"circular references", "a $ref that leads back to its own schema has other keywords next to it"),
-    (r"Pointer '(.*?)' does not exist", r"$ref leads to #\1, which does not exist"),
-    (r"Resource '(.*?)' is not present", r"$ref leads to \1, outside of the schema"),
     (r"Unsatisfiable schema|NoExtensionBias|Regex is empty", "no text fits all of its limits"),
     (r"[mM]ultiple ?[oO]f", "multipleOf is 0 or has too many digits"),
 )
@@ -97,6 +95,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
+        self._digits: DigitLimit | None = None
         self._known: OrderedDict[Structure, Any] = OrderedDict()
         self._lock = threading.Lock()
         self.compiled = 0  # number of compilations
@@ -108,7 +107,8 @@ class Grammars:
         Raises UserError if the structure cannot be enforced or takes too much time or memory.
         """
         matcher = self.compile(structure)
-        return GrammarConstraint(matcher, start, self._tokenizer, frozenset(self._vocabulary.eos_tokens))
+        digits = self._digits if structure.kind == "json" or "%json" in structure.text else None
+        return GrammarConstraint(matcher, start, self._tokenizer, frozenset(self._vocabulary.eos_tokens), digits)
 
     def compile(self, structure: Structure) -> Any:
         """Return the grammar at its beginning, a `llguidance.LLMatcher` that callers copy."""
@@ -142,6 +142,7 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:  # made once, which takes a tenth of a second
                 tokens: Any = Vocabulary(self._tokenizer)
+                self._digits = DigitLimit(tokens.tokens, frozenset((*tokens.special_token_ids, *tokens.stop_ids)))
                 self._vocabulary = llguidance.LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=tokens.stop_ids)
         limits = llguidance.LLParserLimits(**_LIMITS)
         try:

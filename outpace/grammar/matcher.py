@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.models.text.tokenizer import Tokenizer
 
+MAX_DIGITS = 20  # in a row in a JSON number
 _MAX_FORCED = 64  # most forced tokens per call
 _MAX_CURSORS = 4  # most idle cursors per answer
 
@@ -63,6 +64,43 @@ class _Cursor:
         return matcher if count == len(path) else None
 
 
+class DigitLimit:
+    """Ends JSON numbers after `MAX_DIGITS` digits in a row, which llguidance's grammars cannot.
+
+    A model that may not write another property often repeats digits instead, up to its limit of tokens.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special: frozenset[int]) -> None:
+        """Take the bytes of all tokens, and the ids of special ones."""
+        texts = {index: text for index, text in enumerate(tokens) if index not in special}
+        more = [index for index, text in texts.items() if text[0] in b"0123456789.eE"]
+        self._more = np.array(more, dtype=np.intp)  # they continue a number
+        others = [index for index, text in texts.items() if text[0] not in b"0123456789.eE,]} \n\r\t"]
+        self._others = np.array(others, dtype=np.intp)  # they cannot follow a digit of a number
+        ends = {index: len(text) - len(text.rstrip(b"0123456789")) for index, text in texts.items()}
+        self._ends = {index: (count, count == len(texts[index])) for index, count in ends.items() if count}
+
+    def count(self, tokens: Iterable[int], before: int = 0) -> int:
+        """Return the number of digits at the end of tokens that follow `before` digits."""
+        for token in tokens:
+            more, is_whole = self._ends.get(token, (0, False))
+            before = before + more if is_whole else more
+        return before
+
+    def last(self, text: Sequence[int], start: int) -> int:
+        """Return the number of digits at the end of a text, as far as they are after `start`."""
+        place = len(text)
+        while place > start and self._ends.get(text[place - 1], (0, False))[1]:
+            place -= 1
+        return self.count(text[max(place - 1, start) :])
+
+    def limited(self, mask: np.ndarray) -> np.ndarray:
+        """Return the mask that ends a number; the same mask if it is not that of a number, or allows no end."""
+        found = mask.copy()
+        found[self._more] = False
+        return mask if mask[self._others].any() or not found.any() else found
+
+
 class _CachedResult(NamedTuple):
     """The cached result for the first `length` tokens of a text, and drafted tokens after them."""
 
@@ -84,9 +122,12 @@ class GrammarConstraint(Constraint):
     cached.
     """
 
-    def __init__(self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int], digits: DigitLimit | None = None
+    ) -> None:
         """Take a matcher at the beginning of the grammar, which is copied, and the tokens that end an answer."""
         self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
+        self._digits = digits
         self._idle: deque[_Cursor] = deque()
         self._allowed = self._over = _CachedResult((), -1, (), 0)  # the last results; these match no question
         self._other: int | None = None  # a token allowed earlier that is no end: it is tried first
@@ -99,12 +140,32 @@ class GrammarConstraint(Constraint):
             count: int = cursor.matcher.validate_tokens(list(path)) if path else 0
             if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even an end
                 count -= self._is_complete(cursor.beyond(path[: count - 1]))
+            if self._digits is not None:
+                count = self._within_digits(cursor, text, path[:count], self._digits)
             self._allowed = _CachedResult(text, len(text), path, count)
             return count
 
     def mask(self, text: Sequence[int], path: Sequence[int]) -> np.ndarray | None:
         with self._matcher_after(text, path) as matcher:
-            return unpacked(matcher.compute_bitmask()) if matcher and not self._is_complete(matcher) else None
+            if not matcher or self._is_complete(matcher):
+                return None
+            mask = unpacked(matcher.compute_bitmask())
+            digits = self._digits
+            if digits is None or digits.count(path, digits.last(text, self._start)) < MAX_DIGITS:
+                return mask
+            return digits.limited(mask)
+
+    def _within_digits(self, cursor: _Cursor, text: Sequence[int], path: Sequence[int], digits: DigitLimit) -> int:
+        """Return how many tokens of a path, all allowed by the grammar, the limit of digits allows."""
+        count = digits.last(text, self._start)
+        for place, token in enumerate(path):
+            if (
+                count >= MAX_DIGITS
+                and not digits.limited(unpacked(cursor.beyond(path[:place]).compute_bitmask()))[token]
+            ):
+                return place
+            count = digits.count([token], count)
+        return len(path)
 
     def is_over(self, text: Sequence[int], path: Sequence[int]) -> bool:
         known, path = self._over, tuple(path)

@@ -13,16 +13,15 @@ import itertools
 import math
 import reprlib
 import sys
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outpace.core.errors import UserError, unknown
+from outpace.core.errors import UserError
+from outpace.grammar.merging import LISTS, MAPS, MAX_DEPTH, NAMES, ONES, at_pointer, merged, unsupported
 from outpace.grammar.regexes import has_lookaround, with_plain_classes, without_lookaheads
 
 MAX_PROPERTIES = 1000  # in the whole schema
 MAX_UNKNOWN = 200  # distinct unknown keywords: each is compared with all known ones
-MAX_DEPTH = 64  # of nested schemas
 _MAX_BRANCHES = 100  # of oneOf, whose pairs are compared
 _EXACT = 2**53  # the grammar represents all integers up to here
 _LARGEST = 2**63 - 1024  # the largest bound of a grammar
@@ -34,13 +33,9 @@ _ANNOTATIONS = frozenset(
         *("contentMediaType", "contentEncoding", "contentSchema"),
     )
 )
-_NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")  # names that references use
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
-_ONES = ("items", "additionalItems", "additionalProperties")
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
 _LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_TEXTS = (*_NAMES, "$ref", "pattern", "format")
+_TEXTS = (*NAMES, "$ref", "pattern", "format")
 _RULES = (*_TEXTS, *_COUNTS, *_LEAST, *_MOST, "multipleOf", "type", "enum", "const", "required")
 _REWRITTEN = ("discriminator", "nullable", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _REFUSED = frozenset(
@@ -61,9 +56,9 @@ _REFUSED = frozenset(
         "x-guidance",  # llguidance's options
     )
 )
-_ENFORCED = frozenset((*_MAPS, *_LISTS, *_ONES, *_RULES, *_REWRITTEN))
-_HARMLESS = frozenset(name.lower() for name in (*_ANNOTATIONS, *_NAMES))
-_LIMITING = {name.lower(): name for name in (_ENFORCED | _REFUSED).difference(_NAMES)}
+_ENFORCED = frozenset((*MAPS, *LISTS, *ONES, *_RULES, *_REWRITTEN))
+_HARMLESS = frozenset(name.lower() for name in (*_ANNOTATIONS, *NAMES))
+_LIMITING = {name.lower(): name for name in (_ENFORCED | _REFUSED).difference(NAMES)}
 _ALIKE = 0.85  # similarity from which a name counts as misspelt
 _SHORT = 4  # letters; shorter names resemble too many words
 _LONG_ENOUGH = [name for name in _LIMITING if len(name) >= _SHORT]
@@ -92,7 +87,6 @@ _FORMATS = {  # as patterns
 }
 _NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}  # enforced by ASCII alone
 _KNOWN_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri")
-_FREE_FORMATS = ("binary", "password", "path", "file-path", "directory-path", "textarea", "markdown", "html")
 _LOOKAHEADS = (  # negative lookaheads that zod and pydantic write, with equivalent patterns
     ("^(?!\\.)(?!.*\\.\\.)", ("^[^.]", "^(?:\\.?[^.]+)*\\.?$")),  # no dot at the beginning, no two dots
     ("^(?!^[-+.]*$)", ("[^-+.]",)),
@@ -119,11 +113,12 @@ class _Reducer:
 
     def whole(self) -> Any:
         found = self._reduce(self._root, 1)
-        if found is False:
-            raise UserError("the JSON schema allows no value")
         for original, (_, tag) in self._tags.items():
             if (inner := self._reduced.get(original)) is not None and tag not in inner.get("required", ()):
                 inner["required"] = [*inner.get("required", ()), tag]
+        found = merged(found) if isinstance(found, Mapping) else found
+        if found is False:
+            raise UserError("the JSON schema allows no value")
         return {} if found is True else found
 
     def _reduce(self, schema: Any, depth: int) -> Any:
@@ -139,13 +134,13 @@ class _Reducer:
         if _limits_nothing(kept.get("not", False)):
             return False
         kept = self._rewritten(kept)
-        for name in _MAPS:
+        for name in MAPS:
             if (inner := kept.get(name)) is not None:
                 self._properties += len(inner)
                 if self._properties > MAX_PROPERTIES:
                     raise UserError(f"the JSON schema has more than {MAX_PROPERTIES} properties and definitions")
                 kept[name] = {key: self._reduce(value, depth + 1) for key, value in inner.items()}
-        for name in (*_LISTS, *_ONES):
+        for name in (*LISTS, *ONES):
             if isinstance(inner := kept.get(name), list):
                 kept[name] = [self._reduce(one, depth + 1) for one in inner]
             elif inner is not None:
@@ -160,7 +155,7 @@ class _Reducer:
         if keyword in _ENFORCED:
             return True
         if keyword in _REFUSED:
-            raise _unsupported(keyword, schema[keyword])
+            raise unsupported(keyword, schema[keyword])
         if keyword not in self._unknown:
             if near := _resembles(keyword):
                 hint = f"did you mean {near!r}? Prefix annotations of your own with x-"
@@ -176,28 +171,36 @@ class _Reducer:
             kept["$anchor"] = kept.pop("$dynamicAnchor")
         if kept.pop("nullable", False) and "type" in kept:
             kept["type"] = list(dict.fromkeys([*_listed(kept["type"]), "null"]))
-        for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-            if keyword in kept and isinstance(kept.get(plain, []), list):
-                if isinstance(kept.get(plain), list) or any(name in kept for name in _IN_PLACE):
-                    raise _unsupported(keyword, kept[keyword])
-                kept[plain] = kept[keyword]
-            kept.pop(keyword, None)
+        is_merged = any(name in kept for name in _IN_PLACE)
+        others = kept.pop("unevaluatedProperties", None)
+        if others is False and is_merged and "additionalProperties" not in kept:
+            kept["unevaluatedProperties"] = False  # of the merged object
+        elif others is not None:
+            if is_merged and "additionalProperties" not in kept and not _limits_nothing(others):
+                raise unsupported("unevaluatedProperties", others)
+            kept.setdefault("additionalProperties", others)
+        if "unevaluatedItems" in kept and isinstance(kept.get("items", []), list):
+            if "items" in kept or is_merged:
+                raise unsupported("unevaluatedItems", kept["unevaluatedItems"])
+            kept["items"] = kept["unevaluatedItems"]
+        kept.pop("unevaluatedItems", None)
         if "not" in kept:
-            raise _unsupported("not", kept["not"])
+            raise unsupported("not", kept["not"])
         if "propertyNames" in kept:
             kept = self._with_names(kept)
         if (discriminator := kept.pop("discriminator", None)) is not None:
             self._discriminate(kept, discriminator)
         if "oneOf" in kept:
             self._check_exclusive(kept["oneOf"])
-        return _with_counts(_with_formats(kept))
+        return _with_formats(kept)
 
     def _with_names(self, kept: dict[str, Any]) -> dict[str, Any]:
         """Replace `propertyNames` by `properties` or `patternProperties`."""
         asked = kept.pop("propertyNames")
         names = self._resolved(asked)
         is_text = "string" in _types(names) and names
-        names = {name: value for name, value in names.items() if name not in (*_ANNOTATIONS, "type")}
+        left_out = {"type", *(name for name in names if _is_redundant(name, names))}
+        names = {name: value for name, value in names.items() if name not in _ANNOTATIONS | left_out}
         if is_text and not names:
             return kept
         others = kept.get("additionalProperties", True)
@@ -207,7 +210,7 @@ class _Reducer:
         elif is_text and (pattern := _name_pattern(names)) and not {"properties", "patternProperties"} & kept.keys():
             kept["patternProperties"] = {pattern: others}
         else:
-            raise _unsupported("propertyNames", asked)
+            raise unsupported("propertyNames", asked)
         return {**kept, "additionalProperties": False}
 
     def _discriminate(self, kept: Mapping[str, Any], discriminator: Any) -> None:
@@ -215,7 +218,7 @@ class _Reducer:
         tag = discriminator.get("propertyName") if isinstance(discriminator, Mapping) else None
         branches = [*kept.get("oneOf", ()), *kept.get("anyOf", ())]
         if not isinstance(tag, str) or not branches:
-            raise _unsupported("discriminator", discriminator)
+            raise unsupported("discriminator", discriminator)
         for _ in range(MAX_DEPTH):
             resolved = [self._resolved(branch) for branch in branches]
             for branch in resolved:
@@ -281,16 +284,14 @@ def _resembles(keyword: str) -> str | None:
     return _LIMITING[near[0]] if near else None
 
 
-def _unsupported(keyword: str, value: Any) -> UserError:
-    return UserError(f"the JSON schema has {keyword!r} ({reprlib.repr(value)}), which is not supported")
-
-
 def _is_redundant(keyword: str, schema: Mapping[str, Any]) -> bool:
     """Return whether a keyword with its value limits nothing in this schema."""
     value = schema[keyword]
     if keyword in _OF_TYPE and "type" in schema and _OF_TYPE[keyword] not in _listed(schema["type"]):
         return True
     match keyword:
+        case "format" if isinstance(value, str):
+            return value not in (*_KNOWN_FORMATS, *_NARROWER, *_FORMATS)
         case "minimum" | "maximum":
             return value in (-sys.float_info.max, sys.float_info.max) and (value > 0) == (keyword == "maximum")
         case "uniqueItems":
@@ -307,7 +308,7 @@ def _is_redundant(keyword: str, schema: Mapping[str, Any]) -> bool:
             return "contains" not in schema or (value == 0 and keyword == "minContains")
         case "dependencies" | "dependentSchemas" | "dependentRequired" if isinstance(value, Mapping):
             return all(inner == [] or _limits_nothing(inner) for inner in value.values())
-        case "unevaluatedItems" | "unevaluatedProperties":
+        case "unevaluatedItems":
             return _limits_nothing(value)
         case "propertyNames" if isinstance(value, Mapping):
             without_type = {name: inner for name, inner in value.items() if name != "type"}
@@ -318,7 +319,8 @@ def _is_redundant(keyword: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _limits_nothing(schema: Any) -> bool:
-    return schema is True or (isinstance(schema, Mapping) and all(name in _ANNOTATIONS for name in schema))
+    is_object = isinstance(schema, Mapping)
+    return schema is True or (is_object and all(one in _ANNOTATIONS or _is_redundant(one, schema) for one in schema))
 
 
 def _checked(keyword: str, value: Any) -> Any:
@@ -336,9 +338,9 @@ def _checked(keyword: str, value: Any) -> Any:
         return value if keyword == "multipleOf" else _bound(keyword, value)
     if keyword in _TEXTS and not isinstance(value, str):
         _refuse(keyword, value, "a string")
-    if keyword in _MAPS and not isinstance(value, Mapping):
+    if keyword in MAPS and not isinstance(value, Mapping):
         _refuse(keyword, value, "an object")
-    if keyword in (*_LISTS, "enum") and not (isinstance(value, list) and value):
+    if keyword in (*LISTS, "enum") and not (isinstance(value, list) and value):
         _refuse(keyword, value, "a non-empty list")
     if keyword == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         _refuse(keyword, value, "a list of property names")
@@ -381,11 +383,8 @@ def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
         known = _NARROWER.get(name, name)
         if known in _KNOWN_FORMATS:
             kept["format"] = known
-        elif name in _FORMATS:
+        else:
             patterns.append(_FORMATS[name])
-        elif name not in _FREE_FORMATS and not any("pattern" in one for one in (kept, *kept.get("allOf", ()))):
-            names = sorted({*_KNOWN_FORMATS, *_NARROWER, *_FORMATS, *_FREE_FORMATS})
-            raise unknown("format of a JSON schema", name, names)
     if (pattern := kept.pop("pattern", None)) is not None:
         patterns += _plain_patterns(pattern)
     if kept.get("patternProperties"):
@@ -422,35 +421,6 @@ def _name_pattern(names: Mapping[str, Any]) -> str | None:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return f"^[\\s\\S]{{{least},{most}}}$"
     return None
-
-
-def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite minProperties and maxProperties: llguidance supports them only if all properties are required.
-
-    It would count a repeated name twice, so at most one property beyond the required ones can be demanded.
-    """
-    properties, required = kept.get("properties", {}), kept.get("required", ())
-    is_closed = kept.get("additionalProperties") is False and not kept.get("patternProperties")
-    optional = [name for name in properties if name not in required]
-    least, most = kept.get("minProperties", 0) - len(required), kept.get("maxProperties", math.inf)
-    if least <= 0:
-        kept.pop("minProperties", None)
-    if is_closed and most >= len(required) + len(optional):
-        kept.pop("maxProperties", None)
-    if "minProperties" in kept and optional:
-        del kept["minProperties"]
-        if is_closed and least == len(optional):
-            kept["required"] = [*required, *optional]
-        elif least == 1:
-            one = {"anyOf": [{"required": [name]} for name in optional]}
-            kept["allOf"] = [*kept.get("allOf", ()), one]
-        else:
-            raise _unsupported("minProperties", least + len(required))
-    elif least > 1:
-        raise _unsupported("minProperties", least + len(required))
-    if "maxProperties" in kept and optional:
-        raise _unsupported("maxProperties", most)
-    return kept
 
 
 def _listed(value: Any) -> list[Any]:
@@ -513,21 +483,7 @@ def resolved(schema: Any, root: Any) -> Any:
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, Mapping) or (reference := schema.get("$ref")) is None:
             break
-        schema = _target(root, reference)
+        is_inner = isinstance(reference, str) and reference.startswith("#")
+        found = at_pointer(root, reference[1:]) if is_inner else None
+        schema = {} if found is None else found
     return schema
-
-
-def _target(root: Any, reference: Any) -> Any:
-    """Return the schema that a reference within the document names; an empty schema for other references."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return {}
-    found = root
-    for part in reference[1:].split("/")[1:]:
-        part = urllib.parse.unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and part in found:
-            found = found[part]
-        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
-            found = found[int(part)]
-        else:
-            return {}
-    return found

@@ -22,6 +22,8 @@ from outpace.server.service import Service
 KEYLESS_PATHS = ("/", "/docs", "/health", "/ready")
 UNLOGGED_PATHS = ("/health", "/ready")
 CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")  # RFC 3986, 3.2.2
+SINGLE_HEADERS = (b"authorization", b"x-api-key", b"content-type")  # read here; several lines must be equal
 SECURITY_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -50,6 +52,7 @@ class Middleware:
             await send(message)
 
         try:
+            _check_head(scope["http_version"], scope["headers"])
             self._check(scope["path"], headers, record, state.get("reservation") is not None)
         except ApiError as error:
             reply = error_reply(error, record, is_messages_path(scope["path"]))
@@ -76,10 +79,12 @@ class Middleware:
             self._check(path, headers, record, False)
             return None
         except ApiError as error:
-            reply = error_reply(error, record, is_messages_path(path))
-            logs.write("request", **record, status=error.status, seconds=0.0)
-            reply.raw_headers.extend(_own_headers(record))
-            return reply
+            return _refusal(error, record)
+
+    def refuse_invalid(self, path: str, reason: str) -> Response:
+        """Return the response to bytes that the HTTP parser refuses; `path` may be incomplete."""
+        error = ApiError(400, f"the request is not valid HTTP: {reason}", code="invalid_http")
+        return _refusal(error, _new_record("", path, {}))
 
     def reserve(self, method: str, path: str, pairs: Headers) -> Reservation | None:
         """Reserve a place in the queue for a request whose body has arrived, before its task starts.
@@ -110,16 +115,56 @@ class Middleware:
             raise ApiError(400, f"host {host[:100]!r} is not allowed; --allow-host adds it", code="invalid_host")
         if not self._options.keys or path in KEYLESS_PATHS:
             return ""
-        given = headers.get(b"x-api-key") or _bearer(headers.get(b"authorization", ""))
-        if (found := match_key(given, self._options.keys)) is None:
-            why = "the API key is wrong" if given else "an API key is needed, as Authorization: Bearer or x-api-key"
-            raise ApiError(401, why, code="invalid_api_key")
-        return found
+        given = [key for key in (_bearer(headers.get(b"authorization", "")), headers.get(b"x-api-key")) if key]
+        for key in given:  # clients may send a key of another service too
+            if (found := match_key(key, self._options.keys)) is not None:
+                return found
+        why = "the API key is wrong" if given else "an API key is needed, as Authorization: Bearer or x-api-key"
+        raise ApiError(401, why, code="invalid_api_key")
 
 
 def is_messages_path(path: str) -> bool:
     """Whether errors of this path have the format of the Messages API."""
     return path.startswith("/v1/messages")
+
+
+def _refusal(error: ApiError, record: dict[str, Any]) -> Response:
+    """Return an error as a whole response, and log it."""
+    reply = error_reply(error, record, is_messages_path(record["path"]))
+    logs.write("request", **record, status=error.status, seconds=0.0)
+    reply.raw_headers.extend(_own_headers(record))
+    return reply
+
+
+def _check_head(version: str, pairs: Headers) -> None:
+    """Raise ApiError for what RFC 9110 and RFC 9112 call errors and the HTTP parser accepts.
+
+    Programs in between might read such a request differently. The parser itself checks the length of the body.
+    """
+    values: dict[bytes, list[bytes]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    hosts, codings = values.get(b"host", []), b", ".join(values.get(b"transfer-encoding", []))
+    why = ""
+    if version in ("0.9", "2.0"):
+        raise ApiError(505, f"the version is HTTP/{version}, this server supports HTTP/1.1 and HTTP/1.0")
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        why = f"the request has {len(hosts)} Host headers, it must have one"
+    elif hosts and not HOST.fullmatch(hosts[0]):
+        why = f"the Host header is {_quoted(hosts[0])}, it must be a name or an address, and may have a port"
+    elif codings and version == "1.0":
+        why = f"the transfer-encoding is {_quoted(codings)}, HTTP/1.0 has none"
+    for name in SINGLE_HEADERS:
+        if len(set(values.get(name, []))) > 1:
+            why = why or f"the request has different {name.decode()} headers, it may have one"
+    if why:
+        raise ApiError(400, why, code="invalid_http")
+    if codings and codings.lower() != b"chunked":
+        raise ApiError(501, f"the transfer-encoding is {_quoted(codings)}, it must be chunked", code="invalid_http")
+
+
+def _quoted(value: bytes) -> str:
+    return repr(value.decode("latin-1")[:100])
 
 
 def _by_name(pairs: Headers) -> dict[bytes, str]:

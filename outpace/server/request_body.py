@@ -40,7 +40,7 @@ async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content-type is {kind[:80]!r}, it must be application/json")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = ", ".join(request.headers.getlist("content-encoding") or ["identity"]).strip().lower()
     if encoding != "identity":
         raise ApiError(415, f"the content-encoding is {encoding[:80]!r}, bodies must be sent uncompressed")
     return parse_json(await _read(request, limits), limits.json_depth)

@@ -139,6 +139,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._cancel_timer()
         self._head_bytes = None
+        self._read_target()
         if not self._refuse():
             super().on_headers_complete()
 
@@ -153,6 +154,20 @@ class BoundedConnection(HttpToolsProtocol):
                 self.scope["state"]["reservation"] = self.middleware.reserve(*self._request_line())
         elif not self._keeps_alive:
             self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Name what the parser refuses. uvicorn calls this while it handles the parser's error."""
+        path = self.url.partition(b"?")[0].decode("ascii", "replace") if self.scope else ""
+        reply = self.middleware.refuse_invalid(path, str(sys.exc_info()[1] or msg))
+        self._close(_encode(reply, self.server_state.default_headers, False))
+
+    def _read_target(self) -> None:
+        """Split an absolute target of a request. Its host replaces that of the Host header (RFC 9112, 3.2.2)."""
+        scheme, mark, rest = self.url.partition(b"://")
+        if mark and b"/" not in scheme:
+            host, slash, path = rest.partition(b"/")
+            self.url = (slash or b"/") + path
+            self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
 
     def _refuse(self) -> bool:
         """Refuse the request if the queue is full; return whether it was. Pipelined requests are not refused here."""

@@ -21,8 +21,9 @@ _EXCLUSIVE = {"coerce_one_of": True}  # branches exclude one another, see schema
 _OBJECT = {"type": "object"}
 _ANY = r"/(.|\n)*/"
 _SPACE = r"[\x20\x0A\x0D\x09]*"
-_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
-_AFTER = rf"/{_SPACE}\]?{_SPACE}(```|<\/tools>|<\/tool_call>|<\/function>)?{_SPACE}/"  # after the only call
+_AFTER = rf"{_SPACE}\}}*{_SPACE}\]?{_SPACE}"  # the only call
+_CLOSE = rf"/{_AFTER}(```|~~~|<\/tools>|<\/tool_call>|<\/function>)?{_SPACE}/"
+_GO_ON = rf"/{_AFTER}(<\/tools>|<\/tool_call>|<\/function>)?{_SPACE}(```|~~~)[\x20\x09]*\x0A{_SPACE}[^\s`~\{{<\[]/"
 
 
 def structure_of(
@@ -119,8 +120,8 @@ class _Calls:
         if self._parallel:
             answer = "answer: framed* rest"
         else:
-            answer = "answer: framed after? | rest"
-            rules.append(f"after: {_AFTER}")
+            answer = "answer: (framed go_on)* (framed after? | rest)"  # a fenced call before other text is an example
+            rules += [f"after: {_CLOSE}", f"go_on: {_GO_ON}"]
         # An unmarked call is recognized after its name, when the model has already chosen its separators.
         options = FREE_WHITESPACE if family.takes_unmarked else _SEPARATORS
         return [answer, "framed: " + " | ".join(framed), *rules, *self._call_rules(options)]
@@ -193,13 +194,11 @@ class _Calls:
 
     def _bare(self, tool: Tool, options: Mapping[str, Any]) -> str:
         """Return the JSON schema of a whole call."""
-        place = rf"\g<0>/properties/{self._family.arguments}"  # of the arguments, which `#` means in their schema
-        limits = json.loads(_ROOT.sub(place, json.dumps(self._limits_of[tool.name])))
-        definitions: dict[str, Any] = {name: limits.pop(name) for name in ("$defs", "definitions") if name in limits}
+        limits = dict(self._limits_of[tool.name])
+        definitions = {"$defs": limits.pop("$defs", {})}
         fields: dict[str, Any] = {"name": {"const": tool.name}, self._family.arguments: limits}
-        required = {"required": list(fields), "additionalProperties": False}
-        call: dict[str, Any] = {"type": "object", "properties": fields, **required, **definitions}
-        return json.dumps({**call, "x-guidance": {**options, **_EXCLUSIVE}})
+        call = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        return json.dumps({**call, **definitions, "x-guidance": {**options, **_EXCLUSIVE}})
 
     def _tags(self, number: int, tool: Tool, limits: Mapping[str, Any]) -> list[str]:
         """Return the rules of a call whose parameters are written in tags, in the order of the schema."""
@@ -229,7 +228,7 @@ class _Calls:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             return [f"{name}: {begin} ({' | '.join(map(quoted, texts))}) {end}"]
         if "string" not in types:
-            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+            definitions = {"$defs": root.get("$defs", {})}
             value = json.dumps({**limits, **definitions, "x-guidance": {**FREE_WHITESPACE, **_EXCLUSIVE}})
             return [f"{name}: {begin} {name}_json {end}", f"{name}_json: %json {value}"]
         if keyword := next((key for key in ("pattern", "format", "minLength", "maxLength") if key in limits), None):

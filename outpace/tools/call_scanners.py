@@ -33,8 +33,9 @@ class Stage(Enum):
 class CallScanner:
     """Reads the JSON object of a call, starting at its `{`, character by character.
 
-    `name` is None until it is known; `take()` returns the new part of the arguments. While
-    reading, only the fields at the top level, strings and brackets are checked; `is_whole` checks the arguments.
+    `name` is None until it is known; `take()` returns the new part of the arguments. While reading, only the fields at
+    the top level, strings and brackets are checked; `is_whole` checks the arguments. Doubled braces, `{{"name": ...}}`,
+    count once: the chat template of Qwen2.5-Coder has them by mistake, and the model copies them.
     """
 
     def __init__(self, name: str | None = None, is_strict: bool = False) -> None:
@@ -42,8 +43,10 @@ class CallScanner:
         self.stage = Stage.READING
         self.name = name
         self.has_arguments = False
+        self.may_double = False  # whether a `}` that follows only doubles the last one
         self._is_strict = is_strict
         self._brackets: list[str] = []  # the closing brackets that must follow
+        self._last = ""  # character outside of strings, without white space
         self._in_string = self._is_escaped = False
         self._wants = "key"  # at the top level: key, colon, value or comma
         self._field: str | None = None
@@ -68,6 +71,13 @@ class CallScanner:
         return text
 
     def push(self, character: str) -> None:
+        if not self._in_string and character not in SPACE:
+            last, self._last = self._last, character
+            if (character == "{" and last == "{") or (character == "}" and self.may_double):
+                self.may_double, self._last = False, ""
+                self._brackets[-1] = "}}" if character == "{" else self._brackets[-1]
+                return
+            self.may_double = False
         if not self._brackets:
             self._brackets.append("}")  # of the object itself
         elif self._in_string:
@@ -97,7 +107,7 @@ class CallScanner:
             case "comma", ",":
                 self._wants = "key"
             case "comma", "}" if self.name is not None and (self.has_arguments or not self._is_strict):
-                self.stage = Stage.DONE
+                self.stage, self.may_double = Stage.DONE, self._brackets == ["}}"]
             case _:
                 self.stage = Stage.BROKEN
 
@@ -111,7 +121,9 @@ class CallScanner:
         if character in "{[":
             self._brackets.append("}" if character == "{" else "]")
         elif character in "}]":
-            if self._brackets.pop() != character:
+            closer = self._brackets.pop()
+            self.may_double = closer == "}}"
+            if closer[0] != character:
                 self.stage = Stage.BROKEN
             elif len(self._brackets) == 1:
                 self._end()
@@ -171,7 +183,7 @@ class TagScanner:
     JSON when it is complete. Malformed tags are ignored.
     """
 
-    has_arguments = True
+    has_arguments, may_double = True, False
 
     def __init__(self, name: str, schema: Mapping[str, Any]) -> None:
         """`schema`: the JSON schema of the function's parameters."""
@@ -208,7 +220,9 @@ class TagScanner:
         begun = self._text.strip()
         if not begun:
             return
-        if begun == "{" and not self._fields and self._object is None:
+        if begun == "}" and self._object is not None and self._object.may_double:
+            self._text = ""
+        elif begun == "{" and not self._fields and self._object is None:
             self._object = CallScanner(self.name)
             self._in_object("{")
         elif _END_TAG.fullmatch(begun):
