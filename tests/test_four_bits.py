@@ -148,6 +148,9 @@ def test_the_native_runtime_has_the_bits_of_the_same_values(pair: tuple[Path, Pa
         ({"group_size": 16}, "group_size 16, supported: 32, 64, 128, -1"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', supported: gemm"),
+        ({"quant_method": "awq", "format": "llm-awq"}, "format 'llm-awq', supported: gemm"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "version 'llm-awq', supported: gemm"),
+        ({"is_marlin_format": True}, "is_marlin_format True, supported: False"),
     ],
 )
 def test_other_schemes_are_refused_and_the_other_runtime_is_named(
@@ -187,6 +190,82 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, part: str, change: Any,
     save_file(tensors if change is None else tensors | {NAME + part: change(held)}, folder / SINGLE)
     with pytest.raises(error, match=says):
         load_model(folder, runtime="llama", dtype="float32")
+
+
+def relabelled(place: Path, way: str, zeros: int | None, **said: Any) -> Path:
+    """A folder in 4 bits with all stored zero points equal, and other fields in its quantization_config."""
+    folder, _ = folders(place, way, 64)
+    if zeros is not None:
+        tensors = load_file(folder / SINGLE)
+        word = np.array([zeros * 0x11111111], np.uint32).view(np.int32)
+        changed = {name: np.full_like(held, word[0]) for name, held in tensors.items() if name.endswith("qzeros")}
+        save_file(tensors | changed, folder / SINGLE)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {k: v for k, v in (config["quantization_config"] | said).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+MIDDLE = "although 8 is the middle"
+
+
+@pytest.mark.parametrize(
+    ("way", "zeros", "said", "words"),
+    [
+        (
+            "gptq",
+            8,
+            {"sym": True},
+            f"holds 8 everywhere, which means 9, {MIDDLE} .sym True and format 'gptq'.; correct",
+        ),
+        ("gptq", 8, {"sym": None}, f"holds 8 everywhere, which means 9, {MIDDLE} .format 'gptq'"),
+        ("gptq", 8, {"checkpoint_format": "gptq"}, "correct checkpoint_format to 'gptq_v2' if the file was written so"),
+        ("gptq_v2", 7, {"sym": True}, "holds 7 everywhere, which means 7, .*correct checkpoint_format to 'gptq'"),
+        ("gptq", None, {"sym": True}, "although 7 is expected everywhere .sym True and format 'gptq'"),
+        ("gptq_v2", 9, {"sym": True}, "holds 9, although 8 is expected everywhere .sym True and format 'gptq_v2'"),
+        ("awq", 7, {"zero_point": False}, "holds 7, although 8 is expected everywhere .zero_point False and format"),
+    ],
+)
+def test_zero_points_that_contradict_the_config(
+    tmp_path: Path, way: str, zeros: int | None, said: dict[str, Any], words: str
+) -> None:
+    folder = relabelled(tmp_path, way, zeros, **said)
+    for options in ({}, {"runtime": "llama", "dtype": "float32"}):
+        with pytest.raises(UserError, match=f"_proj: qzeros .*{words}"):
+            load_model(folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("way", "zeros", "said"),
+    [
+        ("gptq", 7, {"sym": True}),
+        ("gptq_v2", 8, {"sym": True}),
+        ("gptq_v2", 8, {"checkpoint_format": None, "format": "GPTQ_V2", "sym": True}),
+        (
+            "gptq",
+            None,
+            {"format": "gptq_v2", "checkpoint_format": "gptq"},
+        ),  # the older name decides, as in transformers
+        ("awq", 8, {"zero_point": False, "version": None, "format": "gemm"}),
+    ],
+)
+def test_zero_points_of_the_middle_and_both_names_of_the_format(
+    tmp_path: Path, way: str, zeros: int | None, said: dict[str, Any]
+) -> None:
+    with (
+        open_source(relabelled(tmp_path / "a", way, zeros, **said)) as one,
+        open_source(relabelled(tmp_path / "b", way, zeros)) as other,
+    ):
+        assert all(np.array_equal(one.array(name), other.array(name)) for name in one.names())
+
+
+def test_a_permuted_order_needs_its_groups(tmp_path: Path) -> None:
+    folder = relabelled(tmp_path, "gptq", None, desc_act=True)
+    tensors = load_file(folder / SINGLE)
+    load_model(folder)
+    save_file({name: held for name, held in tensors.items() if "g_idx" not in name}, folder / SINGLE)
+    with pytest.raises(UserError, match="desc_act is True, and there is no g_idx"):
+        load_model(folder)
 
 
 def test_groups_of_awq_are_whole(tmp_path: Path) -> None:

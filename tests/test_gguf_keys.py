@@ -104,7 +104,8 @@ def test_no_key_of_an_architecture_is_ignored(tmp_path: Path, name: str) -> None
         assert config_of(path, {name: value}) != config_of(path, {})
     elif name in RECENT:  # nothing known to the gguf package
         written = write_gguf(path, {f"llama.{name}": 3})
-        assert read_model(open_gguf(written)).settings["outpace"] == {"unknown_metadata": [f"llama.{name}"]}
+        said = f"unknown metadata of the file were ignored: llama.{name}"
+        assert read_model(open_gguf(written)).settings["outpace"] == {"notices": [said]}
     else:
         with pytest.raises(UserError, match=rf"llama\.{name} 0\.37\d* is not supported"):
             config_of(path, {name: 0.37})

@@ -224,7 +224,7 @@ def test_folders_without_safetensors(folder: Path) -> None:
     for name, words in (
         ("pytorch_model.bin", r"pickled weights only \(pytorch_model\.bin\).*nothing is executed from a file"),
         ("adapter_config.json", "an adapter and no model.*--runtime transformers"),
-        ("a.gguf", r"name the file itself: .*a\.gguf"),
+        ("a.gguf", r"name its GGUF file itself, .*a\.gguf"),
     ):
         (folder / name).write_bytes(b"")
         with pytest.raises(UserError, match=words):

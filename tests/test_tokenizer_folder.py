@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 
 from outpace.core.errors import UserError
 from outpace.models.files.hub import HubName, choose_files
+from outpace.models.text import tokenizer
 from outpace.models.text.tokenizer import Tokenizer
 
 ADDED = [
@@ -27,6 +28,11 @@ ADDED = [
     AddedToken("Upper", normalized=True),
 ]
 NAMED = [token.content for token in ADDED]
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "_LAST", [])
 
 
 def byte_level(where: Path) -> Any:
@@ -191,6 +197,86 @@ def test_the_older_name_of_extra_special_tokens(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_folder(tmp_path / "folder")
         assert tokenizer.id_of("<tool>") in tokenizer.special_ids
         change(tmp_path / "folder", "tokenizer_config.json", additional_special_tokens=[])
+
+
+MODEL_SPECIFIC = "model_specific_special_tokens"
+ADDED_TOKEN = {"__type": "AddedToken", "content": "<eye>", "lstrip": True, "rstrip": True, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {MODEL_SPECIFIC: {"image_token": "<eye>", "think_token": "<think>"}},
+        {MODEL_SPECIFIC: {"image_token": ADDED_TOKEN | {"single_word": False, "special": True}}},
+        {MODEL_SPECIFIC: {"image_token": "<|im_end|>"}},
+        {MODEL_SPECIFIC: {"eye": "<eye>"}, "extra_special_tokens": ["<ear>"]},
+        {MODEL_SPECIFIC: {"think_token": "<think>"}, "image_token": "<eye>"},  # transformers takes the latter alone
+        {"extra_special_tokens": {"image_token": "<eye>", "think_token": "<think>"}},
+        {MODEL_SPECIFIC: None},
+    ],
+    ids=range(7),
+)
+def test_special_tokens_of_a_model_have_names(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """They are tokens of their own, and chat templates may use their names."""
+    made, folder = byte_level(tmp_path), tmp_path / "folder"
+    made.chat_template = "{{ bos_token }}|{{ image_token }}|{{ think_token }}"
+    made.save_pretrained(folder)
+    change(folder, "tokenizer_config.json", **fields)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_folder(folder)
+    for text in ("a<eye>b", " <eye> <think>x", "<ear><|im_end|><think>"):
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
+    assert ours.special_ids >= {*theirs.all_special_ids}
+    asked = [{"role": "user", "content": "hi"}]
+    assert ours.render(asked) == theirs.apply_chat_template(asked, tokenize=False)
+    ours.close()
+
+
+@pytest.mark.parametrize("value", [["<eye>"], "<eye>", {"image_token": 7}])
+def test_names_of_special_tokens_that_are_none(tmp_path: Path, value: Any) -> None:
+    byte_level(tmp_path).save_pretrained(tmp_path / "folder")
+    change(tmp_path / "folder", "tokenizer_config.json", **{MODEL_SPECIFIC: value})
+    with pytest.raises(UserError, match=r"must be an object of names and tokens|7 is no token"):
+        Tokenizer.from_folder(tmp_path / "folder")
+
+
+SPACED = [" lead", "hello world", "a<|im_end|>b c", "</s>a ab", "  two"]
+
+
+@pytest.mark.parametrize("is_added", [True, False, None])
+@pytest.mark.parametrize(
+    ("make", "name", "model_type", "more"),
+    [
+        (byte_level, "GPT2TokenizerFast", "llama", {}),
+        (byte_level, "GPT2Tokenizer", "mistral", {}),  # whose class is not that of the folder
+        (byte_level, "PreTrainedTokenizerFast", "llama", {}),  # does not read the field
+        (byte_level, "LlamaTokenizerFast", "smollm3", {}),  # is not used for a byte-level tokenizer
+        (llama, "LlamaTokenizerFast", "llama", {}),
+        (llama, "LlamaTokenizer", "smollm3", {"legacy": True}),
+        (llama, "LlamaTokenizerFast", "phi3", {}),
+        (with_spaces, "LlamaTokenizer", "llama", {"legacy": False}),
+    ],
+    ids=range(8),
+)
+def test_a_space_before_a_text(
+    tmp_path: Path, make: Callable[[Path], Any], name: str, model_type: str, more: dict[str, Any], is_added: bool | None
+) -> None:
+    """The class that transformers chooses reads add_prefix_space, or ignores it."""
+    if more and is_added is None:
+        pytest.skip("without the field tokenizer.json decides here; transformers 5 still reads `legacy`")
+    folder = tmp_path / "folder"
+    make(tmp_path).save_pretrained(folder)
+    said = {"tokenizer_class": name, **more, **({} if is_added is None else {"add_prefix_space": is_added})}
+    change(folder, "tokenizer_config.json", **said)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in SPACED if make is not llama else SPACED[3:]:
+        ids = theirs(text).input_ids
+        assert Tokenizer.from_folder(folder).encode(text) == ids, text
+        assert Tokenizer.from_folder(folder).decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    change(folder, "tokenizer_config.json", add_prefix_space="yes")
+    with pytest.raises(UserError, match="add_prefix_space is 'yes', it must be true or false"):
+        Tokenizer.from_folder(folder)
 
 
 def test_a_folder_does_not_change_the_next_one(tmp_path: Path) -> None:

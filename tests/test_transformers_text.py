@@ -197,7 +197,7 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("model.safetensors", "", "cannot be loaded by transformers"),
+        ("model.safetensors", "", "model.safetensors is not a whole file, it is empty: download it again"),
         ("model.safetensors", "\x08" * 99, "cannot be loaded by transformers"),
         (
             "config.json",

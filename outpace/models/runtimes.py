@@ -21,7 +21,8 @@ from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_host, check_memory
 from outpace.models.files.cache import weights_digest
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
+from outpace.models.files.checkpoint import UnsupportedFiles
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
@@ -124,7 +125,11 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
         return _own(spec, replace(options, trust_remote_code=False), progress)
     except UnsupportedModel as unavailable_reason:
         require(f"{unavailable_reason}; the runtime transformers, which may run it,", *TRANSFORMERS)
-    return _transformers(spec, options, progress)
+        reason = unavailable_reason
+    try:
+        return _transformers(spec, options, progress)
+    except UserError as error:
+        raise UserError(f"{reason}; {error}" if isinstance(reason, UnsupportedFiles) else str(error)) from error
 
 
 def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -209,17 +214,12 @@ def _read(
     formats of the file as they are.
     """
     from outpace.models.files.find import locate, open_source, resolve
-    from outpace.models.files.gguf.config import UNKNOWN_METADATA
     from outpace.models.llama.config.draft_vocab import read_draft_vocab
     from outpace.models.text.tokenizer import tokenizer_of
 
     path = (resolve if formats is None else locate)(None if spec is None else str(spec), progress=progress)
     with open_source(path) as source:
-        try:
-            config = from_dict(source.config)
-        except UserError as error:
-            raise type(error)(f"{path}: {error}") from error
-        source.check_shapes(tensor_shapes(config))
+        config = source.read_config()
         head_ids = read_draft_vocab(path, source.config)
         tokenizer = cache(partial(tokenizer_of, source))
 
@@ -254,10 +254,7 @@ def _read(
     if size:
         name += f" (cost of {size})"
         inflation = f"inflated: a pass costs as much as one of a model of {size}, the text is its own, up to rounding"
-    ours = source.config.get("outpace")
-    unknown = ours.get(UNKNOWN_METADATA) if isinstance(ours, Mapping) else None
-    ignored = f"unknown metadata of the file were ignored: {', '.join(unknown)}" if unknown else None
-    notices = "; ".join(filter(None, (model.notice, inflation, reason, ignored)))
+    notices = "; ".join(filter(None, (model.notice, inflation, reason, *source.notices)))
     drafter = "model" if mask is None else "parallel"
     return Loaded(model, tokenizer(), name, source.config, size, notices or None, drafter=drafter)
 

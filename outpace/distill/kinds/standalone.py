@@ -90,9 +90,7 @@ def resolve_draft(option: str, draft: str, target: str | None) -> str:
 
 def target_config(checkpoint: Checkpoint) -> LlamaConfig:
     """Return the configuration of a Llama-family model after checking its tensors' shapes; UserError for any other."""
-    config = from_dict(checkpoint.config)
-    checkpoint.check_shapes(tensor_shapes(config))
-    return config
+    return checkpoint.read_config()
 
 
 def pick_layers(shape: DraftShape, total: int) -> list[int]:

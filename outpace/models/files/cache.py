@@ -1,6 +1,6 @@
 """Locates the cache folder, writes files whole or not at all, and lists and removes what outpace created there.
 
-    NAME-<hash>-v3/            a model converted from a .gguf file, for runtimes other than the native one
+    NAME-<hash>-v4/            a model converted from a .gguf file, for runtimes other than the native one
     drafts/<hash>-v2/          a packed draft completed with its target's embeddings
     gguf/NAME-<hash>-Q.gguf    a model written for llama.cpp
     profiles/<hash>.json       the planner's measurements of a model pair

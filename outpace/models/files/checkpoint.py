@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,41 @@ from outpace.models.files.reading import (
     read_optional_json,
 )
 from outpace.models.files.tokenizer_folder import read_templates
+from outpace.models.llama.config.families import FAMILIES, ties_embeddings
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.weight_sources import StoredMatrix
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MEDUSA = "medusa_lm_head.safetensors"  # Medusa's heads
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_FORMATS = {  # of weights, by suffix
+    ".onnx": "ONNX",
+    ".xml": "OpenVINO",
+    ".h5": "TensorFlow",
+    ".msgpack": "Flax",
+    ".mlpackage": "Core ML",
+    ".tflite": "LiteRT",
+    ".litertlm": "LiteRT",
+    ".engine": "TensorRT",
+    ".nemo": "NeMo",
+}
 OTHER_RUNTIME = "`--runtime transformers`"
+ORIGINAL = "name the original checkpoint or a GGUF file"
+OTHER_COPIES = ("consolidated", "adapter")  # beginnings of the names of other weight files
 EMBEDDING, OF_TARGET = "embedding", "target"  # config.json's outpace.embedding of a packed draft
+NOTICES = "notices"  # config.json's outpace.notices: sentences about a GGUF file that was converted
+EMBEDDING_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
+TIED = "tie_word_embeddings"
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+OWN_PARTS = ("model.", "lm_head.")  # beginnings of the names of a language model's tensors
+UNUSED = re.compile(r"\.rotary_emb\.|(^|\.)mtp")  # tables that are computed, and layers for multi-token prediction
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+COMPARED_ROWS = 4096
+
+
+class UnsupportedFiles(UnsupportedModel):
+    """The weights are stored in a way that no runtime of our own reads, although others may."""
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -47,8 +75,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.config = text_config(self.config, path / "config.json")
         self._check_quantisation()
         files = _open_files(path)
-        names = language_model_names(files) if has_more else {name: name for name in files}
+        names = language_model_names(files, has_more)
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
+        ours = self.config.get("outpace")
+        self.notices: list[str] = [*ours.get(NOTICES, ())] if isinstance(ours, Mapping) else []
+        if self._is_tied and self._has_other_output():  # which transformers uses too
+            self.config[TIED] = False
+            self.notices.append(f"{TIED} is true, and {OUTPUT_NAME} is not the embedding: it is used")
         layers = self.config.get("num_hidden_layers")
         if isinstance(layers, int) and layers > len(self._places):  # checked before anything enumerates layers
             announced = f"{path / 'config.json'}: num_hidden_layers is {layers!r:.50}"
@@ -120,16 +153,84 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         read, forget = partial(self.array, name), partial(self._forget, name)
         return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
+    def read_config(self) -> LlamaConfig:
+        """Return the configuration of the model in this folder.
+
+        Raises UserError unless the files hold exactly its tensors, in its shapes; tensors that change no text may be
+        there too.
+        """
+        try:
+            config = from_dict(self.config)
+        except UserError as error:
+            raise type(error)(f"{self.path}: {error}") from error
+        shapes, others = tensor_shapes(config), set[str]()
+        self.check_shapes(shapes)
+        for name in self.names():
+            if name in shapes or name == OUTPUT_NAME or UNUSED.search(name):
+                continue
+            if not name.startswith(OWN_PARTS):
+                others.add(name.partition(".")[0])
+            elif not name.endswith(".bias") or self.array(name).any():
+                said = f"a model with {self._label(name)} does not use it; {OTHER_RUNTIME} ignores it"
+                raise UserError(f"{self.file_of(name)} holds the tensor {name!r}, and {said}")
+        if others:
+            self.notices.append(f"tensors of other models in the files were ignored: {', '.join(sorted(others))}")
+        return config
+
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError unless every tensor of `shapes` exists with that shape and a floating-point type."""
         for name, expected in shapes.items():
             entry, where = self._entry(name), f"{self.file_of(name)}: tensor {name!r}"
             if entry.shape != tuple(expected):
-                raise UserError(f"{where} has shape {list(entry.shape)}, expected {list(expected)}")
+                said = ", ".join(f"{field} {self.config[field]!r:.20}" for field in SIZES if field in self.config)
+                reason = self._other_parts(name) or f" ({said})"
+                raise UserError(f"{where} has shape {list(entry.shape)}, expected {list(expected)}{reason}")
             if entry.kind not in DTYPES:
-                allowed = f"allowed are {', '.join(sorted(DTYPES))}"
+                allowed, parts = f"allowed are {', '.join(sorted(DTYPES))}", self._other_parts(name)
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
-                raise UnsupportedModel(f"{where} has type {entry.kind}, {allowed}{scaled}")
+                kind = UserError if parts else UnsupportedFiles  # transformers ignores scales that config.json hides
+                raise kind(f"{where} has type {entry.kind}, {allowed}{parts or scaled}")
+
+    @property
+    def _is_tied(self) -> bool:
+        return ties_embeddings(self.config)
+
+    def _has_other_output(self) -> bool:
+        """Return whether there is an output layer with other values than the embedding."""
+        if OUTPUT_NAME not in self.names() or EMBEDDING_NAME not in self._places:
+            return False
+        names = (EMBEDDING_NAME, OUTPUT_NAME)
+        entries = [self._entry(name) for name in names if name in self._places]
+        if len({entry.shape for entry in entries}) + len(entries) != 3 or not all(e.kind in DTYPES for e in entries):
+            return True
+        pair = [self._mapped(name) for name in names]
+        for start in range(0, len(pair[0].values), COMPARED_ROWS):
+            one, other = (held._replace(values=held.values[start : start + COMPARED_ROWS]).float32() for held in pair)
+            if not np.array_equal(one, other):
+                return True
+        self._forget(*names)
+        return False
+
+    def _label(self, name: str) -> str:
+        """Return the field of config.json, with its value, that decides whether a model has this tensor."""
+        layer, count = LAYER.match(name), self.config.get("num_hidden_layers")
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        is_known = layer is None or any(other.startswith(layer[0]) for other in self._places)
+        field = TIED if name == OUTPUT_NAME else "model_type"
+        if layer and not (is_known and isinstance(count, int) and int(layer[1]) < count):
+            field = "num_hidden_layers"
+        elif layer and name.endswith(".bias") and family:
+            place, fixed = ("mlp", family.mlp_bias) if ".mlp." in name else ("attention", family.qkv_bias)
+            field = f"{place}_bias" if fixed is None else field
+        return f"{field} {self.config.get(field)!r:.80}"
+
+    def _other_parts(self, name: str) -> str:
+        """Return a phrase about tensors next to a weight that is quantised or adapted; "" if there are none."""
+        stem = name.removesuffix("weight")
+        found = [other.removeprefix(stem) for other in sorted(self._places) if other.startswith(stem)]
+        parts = ", ".join(part for part in found if part not in ("", "weight", "bias"))
+        said = f"; there are {parts:.100} of it, so it is quantised or adapted, which config.json does not say"
+        return f"{said}: {ORIGINAL}" if parts and name.endswith(".weight") else ""
 
     def _mapped(self, name: str) -> RawTensor:
         file, stored = self._place(name)
@@ -150,20 +251,25 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return file.entries[stored]
 
     def _place(self, name: str) -> tuple[SafetensorsFile, str]:
-        """Return the file that holds a tensor, and its name there."""
+        """Return the file that holds a tensor, and its name there; of two tied tensors, the files may hold either."""
+        if name == EMBEDDING_NAME and name not in self._places and OUTPUT_NAME in self._places and self._is_tied:
+            name = OUTPUT_NAME
         if name not in self._places:
-            packed = "; the target has it: load this folder as its draft, or see `outpace distill --unpack`"
-            raise UserError(f"{self.path} holds no tensor {name!r}{packed if lacks_embedding(self.config) else ''}")
+            reason = self._other_parts(name) or f", which a model with {self._label(name)} has"
+            if lacks_embedding(self.config):
+                reason = "; the target has it: load this folder as its draft, or see `outpace distill --unpack`"
+            raise UserError(f"{self.path} holds no tensor {name!r}{reason}")
         return self._places[name]
 
     def _check_quantisation(self) -> None:
-        """Raise UnsupportedModel for a quantised model."""
+        """Raise UnsupportedFiles for a quantised model."""
         for name in ("quantization_config", "compression_config"):
             found = self.config.get(name)
             if found:
                 method = found.get("quant_method") if isinstance(found, Mapping) else found
-                reason = f"is quantised ({name} {method!r:.50})"
-                raise UnsupportedModel(f"{self.path} {reason}: {OTHER_RUNTIME} runs it, this runtime cannot")
+                form = found.get("format") if isinstance(found, Mapping) else None
+                said = f"{name} {method!r:.50}" + (f", format {form!r:.50}" if form else "")
+                raise UnsupportedFiles(f"{self.path} is quantised ({said}): {OTHER_RUNTIME} may run it, or {ORIGINAL}")
 
 
 def _open_files(path: Path) -> dict[str, SafetensorsFile]:
@@ -173,8 +279,13 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
             file = SafetensorsFile(path / name)
             return dict.fromkeys(file.entries, file)
     if not os.path.lexists(path / INDEX):
-        raise _without_weights(path)
+        is_adapted = (path / "adapter_config.json").is_file()  # transformers may load its model and merge it
+        found = folder_contents(path) or "only safetensors weights can be read: download them"
+        found += f"; {OTHER_RUNTIME} may do so" if is_adapted else ""
+        raise (UnsupportedFiles if is_adapted else UserError)(f"{path} holds neither {SINGLE} nor {INDEX}; {found}")
     shards = read_index(path / INDEX)
+    if missing := sorted(shard for shard in set(shards.values()) if not os.path.lexists(path / shard)):
+        raise UserError(f"{path / missing[0]} does not exist, although {INDEX} names it: download it too")
     files = {shard: SafetensorsFile(path / shard) for shard in sorted(set(shards.values()))}
     tensors = {name: file for file in files.values() for name in file.entries}
     for name, shard in shards.items():
@@ -189,20 +300,44 @@ def lacks_embedding(config: Mapping[str, Any]) -> bool:
     return isinstance(ours, Mapping) and ours.get(EMBEDDING) == OF_TARGET
 
 
-def _without_weights(path: Path) -> UserError:
-    """Return the error for a folder without safetensors, which depends on what it holds instead."""
-    names = sorted(file.name for file in path.iterdir())
-    gguf = [name for name in names if name.endswith(".gguf")]
-    if gguf:
-        return UserError(f"{path} holds no {SINGLE}; to run its GGUF file, name the file itself: {path / gguf[0]}")
-    if "adapter_config.json" in names:
-        advice = f"merge it into its model first, or use {OTHER_RUNTIME}"
-        return UnsupportedModel(f"{path} holds an adapter and no model: {advice}")
-    pickled = [name for name in names if name.endswith(PICKLED)]
-    if pickled:
+def weight_files(path: Path) -> list[Path]:
+    """List the files with the weights of a folder's model: other copies of them are left out."""
+    found = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith(OTHER_COPIES)]
+    return [file for file in found if file.name == SINGLE] or found
+
+
+def folder_contents(path: Path) -> str | None:
+    """Describe a folder as `other_contents`; name the file or folder in it that may be meant."""
+    found = sorted(file for place in ("*", "*/*", "snapshots/*/*") for file in path.glob(place))
+    if gguf := [file for file in found if file.parent == path and file.suffix == ".gguf"]:
+        return f"name its GGUF file itself, {gguf[0]}"
+    base = None
+    with suppress(UserError):
+        base = read_optional_json(path / "adapter_config.json").get("base_model_name_or_path")
+    if contents := other_contents([file.relative_to(path).as_posix() for file in found], base):
+        return contents
+    inside = [file.parent for file in found if file.name == "config.json" and file.parent != path]
+    return f"name the folder of the model itself, {inside[0]}" if inside and path / "config.json" not in found else None
+
+
+def other_contents(names: Sequence[str], base: object = None) -> str | None:
+    """Describe what files without a readable model hold instead, with advice; None if that is unknown. `base`: the
+    model of an adapter."""
+    top = sorted(name for name in names if "/" not in name)
+    if "adapter_config.json" in top:
+        merged = f"merge it into its model{f' ({base!s:.100})' if base else ''}, and name the result"
+        return f"it holds an adapter and no model: {merged}"
+    if "model_index.json" in top:
+        return "it holds a diffusion model, which outpace does not run"
+    if "config.json" in top and (named := [name for name in top if name.endswith(".safetensors")]):
+        return f"its weights must be named {SINGLE}, or be listed in {INDEX}, and {named[0]} is not"
+    if other := [name for name in names if PurePosixPath(name).suffix in OTHER_FORMATS]:
+        kind = OTHER_FORMATS[PurePosixPath(other[0]).suffix]
+        return f"it holds weights for {kind} ({other[0]}), which outpace does not read: {ORIGINAL}"
+    if pickled := [name for name in top if name.endswith(PICKLED)]:
         rule = "reading them can run any code and nothing is executed from a file; save the model as safetensors"
-        return UserError(f"{path} holds pickled weights only ({pickled[0]}): {rule}")
-    return UserError(f"{path} holds neither {SINGLE} nor {INDEX}, only safetensors weights can be read")
+        return f"it holds pickled weights only ({pickled[0]}): {rule}"
+    return None
 
 
 def read_index(file: Path) -> dict[str, str]:

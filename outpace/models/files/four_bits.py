@@ -24,17 +24,16 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
-from outpace.models.base import UnsupportedModel
-from outpace.models.files.checkpoint import OTHER_RUNTIME, Checkpoint
+from outpace.models.files.checkpoint import ORIGINAL, OTHER_RUNTIME, Checkpoint, UnsupportedFiles
 from outpace.models.files.reading import RawTensor, read_optional_json
 from outpace.models.llama.config.footprint import StoredSize
 from outpace.models.llama.weight_sources import StoredMatrix
 
-GPTQ, AWQ = "gptq", "awq"
+GPTQ, GPTQ_V2, AWQ = "gptq", "gptq_v2", "awq"
 WHOLE_ROW = -1
 GROUP_SIZES = (32, 64, 128, WHOLE_ROW)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: order of a word's 8 outputs
-MAX_NIBBLE = 15
+MAX_NIBBLE, MIDDLE = 15, 8
 QUANTIZATION_CONFIG = "quantization_config"
 GROUP_INDEX = "g_idx"
 REQUIRED_PARTS = ("qweight", "qzeros", "scales")
@@ -46,12 +45,15 @@ class QuantizationScheme:
     """How a checkpoint is quantised.
 
     `group`: inputs that share a scale, or WHOLE_ROW (GPTQ's last group may be smaller). `first_zero`: the value of a
-    stored zero point of 0.
+    stored zero point of 0. `is_symmetric`, `is_permuted`: config.json says that all zero points are MIDDLE, and that
+    groups are not consecutive.
     """
 
     method: str
     group: int
     first_zero: int
+    is_symmetric: bool = False
+    is_permuted: bool = False
 
     def groups_of(self, inputs: int) -> np.ndarray:
         """Return the group of each input, int [inputs], for groups of consecutive inputs."""
@@ -59,29 +61,34 @@ class QuantizationScheme:
 
 
 def read_scheme(path: Path, settings: Mapping[str, Any]) -> QuantizationScheme:
-    """Read config.json's quantization_config; UnsupportedModel for schemes that are not supported."""
+    """Read config.json's quantization_config; UnsupportedFiles for schemes that are not supported."""
     method, bits, group = settings.get("quant_method"), settings.get("bits"), settings.get("group_size")
 
     def check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         if value not in allowed:
             supported = ", ".join(str(one) for one in allowed)
             reason = f"{path} is quantised by {method!s:.20} with {name} {value!r:.50}, supported: {supported}"
-            raise UnsupportedModel(f"{reason}; {OTHER_RUNTIME} may run it")
+            raise UnsupportedFiles(f"{reason}; {OTHER_RUNTIME} may run it, or {ORIGINAL}")
 
     check("quant_method", method, (GPTQ, AWQ))
     check("bits", bits, (4,))
     check("group_size", group, GROUP_SIZES)
+    older, default = ("version", "gemm") if method == AWQ else ("checkpoint_format", GPTQ)
+    name = "format" if settings.get(older) is None and "format" in settings else older  # its name in newer files
+    form = str(settings.get(name) or default).lower()
     if method == AWQ:
-        check("version", str(settings.get("version", "gemm")).lower(), ("gemm",))
-        return QuantizationScheme(AWQ, int(str(group)), 0)
-    check("checkpoint_format", settings.get("checkpoint_format", GPTQ), (GPTQ, "gptq_v2"))
-    return QuantizationScheme(GPTQ, int(str(group)), int(settings.get("checkpoint_format") != "gptq_v2"))
+        check(name, "llm-awq" if settings.get("backend") == "llm-awq" else form, ("gemm",))
+        return QuantizationScheme(AWQ, int(str(group)), 0, settings.get("zero_point") is False)
+    check(name, form, (GPTQ, GPTQ_V2))
+    check("is_marlin_format", settings.get("is_marlin_format") or False, (False,))
+    says = [settings.get(name) is True for name in ("sym", "desc_act")]
+    return QuantizationScheme(GPTQ, int(str(group)), int(form != GPTQ_V2), *says)
 
 
 def read_values(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], where: str) -> np.ndarray:
     """Dequantise qweight, qzeros, scales and an optional g_idx to float32 [outputs, inputs].
 
-    Raises UserError for parts that are inconsistent or damaged, UnsupportedModel for ambiguous zero points.
+    Raises UserError for parts that are inconsistent or damaged, UnsupportedFiles for ambiguous zero points.
     """
     words, zeros = parts["qweight"], read_zeros(scheme, parts, where)
     groups = read_groups(scheme, parts.get(GROUP_INDEX), matrix_shape(scheme, words.shape)[1], where)
@@ -98,14 +105,34 @@ def read_zeros(scheme: QuantizationScheme, parts: Mapping[str, np.ndarray], wher
     outputs, inputs = matrix_shape(scheme, parts["qweight"].shape)
     count = int(scheme.groups_of(inputs)[-1]) + 1
     for name, shape in {"qzeros": (count, outputs // 8), "scales": (count, outputs)}.items():
-        _check_shape(f"{where}.{name}", parts[name], shape)
+        _check_shape(f"{where}.{name}", parts[name], shape, f" for group_size {scheme.group}")
     if not np.isfinite(parts["scales"]).all():
         raise UserError(f"{where}.scales is damaged: it holds values that are not finite")
     zeros = _nibbles(parts["qzeros"], AWQ_ORDER if scheme.method == AWQ else range(8))
     if scheme.first_zero and (zeros == MAX_NIBBLE).any():
         reason = f"qzeros holds {MAX_NIBBLE}, and readers differ in whether that means 0 or 16"
-        raise UnsupportedModel(f"{where}: {reason}; {OTHER_RUNTIME} may run it")
+        raise UnsupportedFiles(f"{where}: {reason}; {OTHER_RUNTIME} may run it")
+    _check_middle(scheme, zeros, where)
     return zeros + np.uint8(scheme.first_zero)
+
+
+def _check_middle(scheme: QuantizationScheme, stored: np.ndarray, where: str) -> None:
+    """Raise UserError if zero points contradict config.json.
+
+    Weights with all zero points in the middle look in GPTQ's other format as if all were next to it.
+    """
+    forms = ("gemm", "gemm") if scheme.method == AWQ else (GPTQ_V2, GPTQ)
+    own, other = forms[scheme.first_zero], forms[1 - scheme.first_zero]
+    expected, in_other = MIDDLE - scheme.first_zero, MIDDLE - 1 + scheme.first_zero
+    label = f"{'zero_point False' if scheme.method == AWQ else 'sym True'} and " if scheme.is_symmetric else ""
+    if own != other and (stored == in_other).all():
+        found = f"{in_other} everywhere, which means {in_other + scheme.first_zero}, although {MIDDLE} is the middle"
+        advice = f"; correct checkpoint_format to {other!r} if the file was written so"
+    elif scheme.is_symmetric and (stored != expected).any():
+        found, advice = f"{stored[stored != expected][0]}, although {expected} is expected everywhere", ""
+    else:
+        return
+    raise UserError(f"{where}: qzeros holds {found} ({label}format {own!r}){advice}")
 
 
 def read_groups(scheme: QuantizationScheme, stored: np.ndarray | None, inputs: int, where: str) -> np.ndarray:
@@ -113,6 +140,8 @@ def read_groups(scheme: QuantizationScheme, stored: np.ndarray | None, inputs: i
     UserError."""
     own = scheme.groups_of(inputs)
     if stored is None:
+        if scheme.is_permuted and own[-1]:
+            raise UserError(f"{where}: desc_act is True, and there is no g_idx, which holds the order of the groups")
         return own
     _check_shape(f"{where}.g_idx", stored, (inputs,))
     if stored.min() < 0 or stored.max() > own[-1]:
@@ -120,9 +149,9 @@ def read_groups(scheme: QuantizationScheme, stored: np.ndarray | None, inputs: i
     return stored
 
 
-def _check_shape(what: str, part: np.ndarray, expected: tuple[int, ...]) -> None:
+def _check_shape(what: str, part: np.ndarray, expected: tuple[int, ...], reason: str = "") -> None:
     if part.shape != expected:
-        raise UserError(f"{what} has shape {list(part.shape)}, expected {list(expected)}")
+        raise UserError(f"{what} has shape {list(part.shape)}, expected {list(expected)}{reason}")
 
 
 def matrix_shape(scheme: QuantizationScheme, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -197,7 +226,7 @@ class FourBitFolder(Checkpoint):
         return super().shape(name)
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check as in any folder; also raise UnsupportedModel for parts of other types."""
+        """Check as in any folder; also raise UnsupportedFiles for parts of other types."""
         packed = {name: shape for name, shape in shapes.items() if self._is_packed(name)}
         super().check_shapes({name: shape for name, shape in shapes.items() if name not in packed})
         for name, expected in packed.items():
@@ -206,13 +235,13 @@ class FourBitFolder(Checkpoint):
                 where = f"{self.file_of(name)}: tensor '{_stem(name)}.{part}'"
                 dimensions = 1 if part == GROUP_INDEX else 2
                 if kind != PART_DTYPES[part]:
-                    raise UnsupportedModel(f"{where} has type {kind}, supported: {PART_DTYPES[part]}")
+                    raise UnsupportedFiles(f"{where} has type {kind}, supported: {PART_DTYPES[part]}")
                 if len(sizes) != dimensions:
                     raise UserError(f"{where} has shape {list(sizes)}, expected are {dimensions} dimensions")
             is_cut = self.scheme.method == AWQ and expected[1] % self.scheme.group  # -1 divides all
             if self.shape(name) != tuple(expected) or is_cut or expected[0] % 8:
                 where = f"{self.file_of(name)}: tensor {name!r}"
-                found = f"shape {list(self.shape(name))} in groups of {self.scheme.group}"
+                found = f"shape {list(self.shape(name))} in 4 bits in groups of {self.scheme.group}"
                 raise UserError(f"{where} has {found}, expected {list(expected)}")
 
     def held(self, name: str) -> StoredSize:

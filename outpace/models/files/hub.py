@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from outpace.core.errors import UserError, install_command
-from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE, read_index
+from outpace.models.files.checkpoint import INDEX, PICKLED, SINGLE, other_contents, read_index
 from outpace.models.files.gguf.header import part_files
 from outpace.models.files.model_kind import check_text_model
 from outpace.models.files.tokenizer_folder import MORE_TEMPLATES
@@ -129,7 +129,8 @@ def choose_files(name: HubName, listed: Sequence[str]) -> list[str]:
     if pickled := [file for file in top if file.endswith(PICKLED)]:
         rule = "reading them can run any code and nothing is executed from a file; look for a revision with safetensors"
         raise UserError(f"{name} holds pickled weights only ({pickled[0]}): {rule}")
-    raise UserError(f"{name} holds neither config.json with safetensors nor a GGUF file")
+    found = other_contents(listed)
+    raise UserError(f"{name} holds neither config.json with safetensors nor a GGUF file{f'; {found}' if found else ''}")
 
 
 def _parts(file: str) -> list[str]:

@@ -7,7 +7,8 @@ the language model is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -37,6 +38,7 @@ HEADS = {  # suffixes of other architectures' names
     "ForImageClassification": VISION,
     "ForObjectDetection": VISION,
 }
+OTHER_TASK = re.compile(r"For(?!CausalLM|ConditionalGeneration|Generation)[A-Z]\w+$")  # in an architecture's name
 
 
 def check_causal_lm(config: Mapping[str, Any], where: object) -> None:
@@ -45,7 +47,8 @@ def check_causal_lm(config: Mapping[str, Any], where: object) -> None:
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     kind = _kind(config, names)
     if kind is not None:
-        raise UserError(f"{where} is {kind} ({names[0] if names else config.get('model_type')}): {ACCEPTED}")
+        name = names[0] if names else config.get("model_type") or config.get("_class_name")
+        raise UserError(f"{where} is {kind} ({name!s:.80}): {ACCEPTED}")
 
 
 def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
@@ -57,19 +60,21 @@ def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
     may_continue = {SEQUENCE_TO_SEQUENCE: is_causal, ENCODER: config.get("is_decoder") is True}  # a decoder alone
     if kind is not None:
         return None if may_continue.get(kind) else kind
-    return None if is_causal else next((HEADS[end] for name in names for end in HEADS if name.endswith(end)), None)
+    if "_class_name" in config and model_type is None:  # of the library diffusers
+        return "a part of a diffusion model"
+    if is_causal:
+        return None
+    known = next((HEADS[end] for name in names for end in HEADS if name.endswith(end)), None)
+    return known or ("a model for another task" if any(OTHER_TASK.search(name) for name in names) else None)
 
 
 TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "mistral3": ("MistralForCausalLM", "mistral"),
 }
-PREFIXES = {  # prefix in the file: prefix in a checkpoint of the language model alone
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "lm_head.": "lm_head.",
-}
+EMBEDDING = "embed_tokens.weight"  # the name's end; what precedes it is the prefix of the language model
+# All tensors of a language model without a prefix; a head that drafts has others.
+BACKBONE = ("embed_tokens.", "layers.", "norm.", "rotary_emb.", "lm_head.")
 OUTER_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 
 
@@ -95,11 +100,21 @@ def check_text_model(config: Mapping[str, Any], where: object) -> None:
     check_causal_lm(text_config(config, where) if has_language_model(config) else config, where)
 
 
-def language_model_names(stored: Iterable[str]) -> dict[str, str]:
-    """Map the language model's tensor names, as if it were stored alone, to the names in the file."""
-    found = {}
-    for name in stored:
-        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is not None:
-            found[PREFIXES[prefix] + name.removeprefix(prefix)] = name
-    return found
+def language_model_names(stored: Collection[str], drops_others: bool = False) -> dict[str, str]:
+    """Map tensor names, those of the language model as if it were stored alone, to the names in the file.
+
+    It may be stored under any prefix, such as `language_model.model.`, or none. `drops_others`: its tensors only.
+    """
+    found = [name.removesuffix(EMBEDDING) for name in stored if f".{name}".endswith(f".{EMBEDDING}")]
+    prefix = found[0] if len(found) == 1 else "model."
+    if not prefix and not all(name.startswith(BACKBONE) for name in stored):
+        prefix = "model."  # a head that drafts, with names of its own
+
+    def own_name(name: str) -> str | None:
+        before, output, rest = name.partition("lm_head.")
+        if output and prefix.startswith(before):
+            return output + rest
+        return "model." + name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    names = {name: own_name(name) for name in stored}
+    return {own or name: name for name, own in names.items() if own is not None or not drops_others}

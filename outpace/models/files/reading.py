@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 MAX_TEXT_BYTES = 2**25  # the index of a model with 200,000 tensors takes half of it
 MAX_TOKENIZER_BYTES = 2**28
+REPLACEMENTS = {  # first bytes of what lies in the place of a file that was not downloaded
+    b"": "is not a whole file, it is empty: download it again",
+    b"version https://git-lfs": "is a git-lfs pointer in place of the file: run `git lfs pull` there, or download it",
+    b"# xet version": "is a Xet pointer in place of the file: download the file itself",
+    b"<": "is a web page in place of the file, such as a request to log in: download the file itself",
+    **dict.fromkeys((b"tjgg", b"lmgg"), "is in GGML, the format before GGUF: download a newer file"),
+}
 
 
 def check_file(file: Path, largest: int | None = None) -> None:
@@ -37,6 +44,18 @@ def check_file(file: Path, largest: int | None = None) -> None:
         raise UserError(f"{file} is not a file")
     if largest is not None and status.st_size > largest:
         raise UserError(f"{file} has {status.st_size} bytes, at most {largest} are read")
+
+
+def check_downloaded(file: Path) -> None:
+    """Raise UserError if something else lies in the place of a downloaded file, such as a git-lfs pointer."""
+    try:
+        with file.open("rb") as stream:
+            first = stream.read(max(map(len, REPLACEMENTS))).lstrip()
+    except OSError:  # which the reader of the file reports
+        return
+    for begin, found in REPLACEMENTS.items():
+        if first.startswith(begin) and (begin or not first):
+            raise UserError(f"{file} {found}")
 
 
 def read_bytes(file: Path, largest: int | None = MAX_TEXT_BYTES) -> bytes:
@@ -64,6 +83,7 @@ def read_json(file: Path) -> dict[str, Any]:
         if re.search(r"\\u[dD][89a-fA-F]", text):  # JSON escapes can hold lone surrogates, which no other file can
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
+        check_downloaded(file)
         raise UserError(f"{file} is not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{file} holds a JSON {type(value).__name__}, it must be an object")
@@ -154,7 +174,8 @@ class SafetensorsFile:
             self._start = _LENGTH + int.from_bytes(self._mapped[:_LENGTH], "little")
             table = json.loads(self._mapped[_LENGTH : self._start])
         except Exception as error:  # safetensors raises its own error, OSError or a bare Exception
-            raise UserError(f"{path} is not a whole safetensors file ({error!s:.200})") from error
+            check_downloaded(path)
+            raise UserError(f"{path} is not a whole safetensors file, download it again ({error!s:.200})") from error
         self.metadata: dict[str, str] = table.pop("__metadata__", None) or {}
         self.entries = {
             name: SafetensorsEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])

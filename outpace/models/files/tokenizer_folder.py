@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from outpace.core.errors import UserError
 from outpace.models.files.reading import read_optional_json, read_text
@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 
 CONFIG, OLD_SPECIAL, OLD_ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 DECODER = "added_tokens_decoder"  # field of CONFIG: added tokens by id
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")  # files from which tokenizer.json can be made
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("extra_special_tokens", "additional_special_tokens")  # fields with several special tokens
+NAMED = "model_specific_special_tokens"  # field with special tokens by name, which templates may use
+BYTE_LEVEL, SENTENCE_PIECE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer"), ("LlamaTokenizer",)
+CLASSES = {"qwen3": "Qwen2Tokenizer"}  # classes of tokenizers by model type, if a folder names none
+ANY_CLASS = {"qwen2": "Qwen2Tokenizer", "mistral": "", "phi3": ""}  # whatever class a folder names
+SPACE_FIELDS = ("add_prefix_space", "legacy", "tokenizer_class", "model_type")  # what `set_prefix_space` reads
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
@@ -56,7 +62,7 @@ def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[NamedTo
         }
     if not isinstance(by_id, Mapping) or not all(str(index).isdecimal() for index in by_id):
         raise UserError(f"{file}: the ids of added tokens are {[*by_id]!r:.200}, they must be whole numbers")
-    named = {token_text(value) for name, value in settings.items() if name.endswith("_token")}
+    named = {*map(token_text, named_tokens(settings).values())}
     tokens = {int(index): _token(file, token) for index, token in by_id.items()}
     for token in tokens.values():
         if token["content"] in named:
@@ -111,13 +117,29 @@ def token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens that have names, in the order in which transformers gives them ids.
+
+    As in transformers 5, NAMED counts only if no other field names a token of the model's own. Raises UserError if it
+    is no object.
+    """
+    usual = {name: settings[name] for name in SPECIAL_NAMES if token_text(settings.get(name))}
+    own = {name: value for name, value in settings.items() if name.endswith("_token") and token_text(value)}
+    extra = _listed(settings)
+    own |= extra if isinstance(extra, Mapping) else {}
+    if not isinstance(given := settings.get(NAMED) or {}, Mapping):
+        raise UserError(f"{CONFIG}: {NAMED} is {given!r:.200}, it must be an object of names and tokens")
+    return usual | ({name: value for name, value in own.items() if name not in usual} or dict(given))
+
+
 def _special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the special tokens in fields *_token and in lists, in the order in which transformers gives them ids."""
-    for name in dict.fromkeys((*SPECIAL_NAMES, *settings)):
-        if name.endswith("_token") and token_text(settings.get(name)):
-            yield settings[name]
-    listed: Any = next((settings[name] for name in LISTED if settings.get(name)), [])
-    yield from listed.values() if isinstance(listed, Mapping) else listed if isinstance(listed, list) else ()
+    yield from named_tokens(settings).values()
+    extra = _listed(settings)
+    yield from extra if isinstance(extra, list) else ()
+
+
+def _listed(settings: Mapping[str, Any]) -> Any:
+    return next((settings[name] for name in LISTED if settings.get(name)), [])
 
 
 def _token(file: Path, value: Any) -> dict[str, Any]:
@@ -128,3 +150,39 @@ def _token(file: Path, value: Any) -> dict[str, Any]:
     if not text or not all(isinstance(flag, bool) for flag in flags.values()):
         raise UserError(f"{file}: {value!r:.200} is no token, it must be a string or an object with content and flags")
     return {"content": text, **flags}
+
+
+def set_prefix_space(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Make a text begin with a space, or not, if tokenizer_config.json says so and its class reads the field.
+
+    In transformers 5 these classes build their steps anew. SentencePiece's space follows special tokens too if
+    `legacy` is true. UserError if the field is no boolean.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    is_added, name = settings.get("add_prefix_space"), _tokenizer_class(settings, config)
+    if is_added is None:
+        return
+    if not isinstance(is_added, bool):
+        raise UserError(f"{CONFIG}: add_prefix_space is {is_added!r:.50}, it must be true or false")
+    whole = tokenizer.pre_tokenizer
+    steps = list(cast(Any, whole)) if isinstance(whole, pre_tokenizers.Sequence) else [whole]
+    by_bytes = [step for step in steps if isinstance(step, pre_tokenizers.ByteLevel)]
+    if name in BYTE_LEVEL:
+        for step in by_bytes:
+            step.add_prefix_space = is_added
+    elif name in SENTENCE_PIECE and not by_bytes:
+        scheme = "never" if not is_added else "always" if settings.get("legacy") else "first"
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        decoded = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*decoded, *([decoders.Strip(" ", 1, 0)] if is_added else [])])
+
+
+def _tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return the class that transformers chooses, without the ending Fast; "" if it loads tokenizer.json as it is."""
+    model_type = str(config.get("model_type"))
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    if model_type in ANY_CLASS:
+        return ANY_CLASS[model_type]
+    return str(named or CLASSES.get(model_type, "")).removesuffix("Fast")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
+from outpace.models.files.checkpoint import ORIGINAL
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.files.tokenizer_folder import SPECIAL_NAMES, named_templates
 from outpace.models.hf.model import TransformersModel, probe
@@ -65,6 +66,10 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly
         raise UserError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
+    ignored, is_known = sorted(info["unexpected_keys"]), getattr(module, "is_quantized", False)
+    if ignored and not is_known and getattr(module.config, "quantization_config", None):
+        said = f"it would ignore {len(ignored)} tensors, the first is {ignored[0]}"
+        raise UserError(f"{source} is quantised in a way that transformers does not know: {said}; {ORIGINAL}")
     return module, tokenizer
 
 

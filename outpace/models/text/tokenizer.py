@@ -19,9 +19,9 @@ from outpace.core.machine import trim_heap
 from outpace.models.files import tokenizer_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_file, read_optional_json
+from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
 from outpace.models.files.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
-from outpace.models.files.tokenizer_folder import SPECIAL_NAMES, named_templates, token_text
+from outpace.models.files.tokenizer_folder import named_templates, token_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 
@@ -53,7 +53,8 @@ class Tokenizer:
         # Some files contain training settings, which would truncate or pad.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self.special_texts = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name)))}
+        named = tokenizer_folder.named_tokens(settings)
+        self.special_texts = {name: text for name, token in named.items() if (text := token_text(token))}
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
         self._stream = self._stream_factory()
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -74,7 +75,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             stops = stops or _ids(path / name, read_optional_json(path / name).get("eos_token_id"))
         file = path / "tokenizer.json"
-        raw = _load_backend(file, settings)
+        raw = _load_backend(file, settings, config)
         rows = config.get("vocab_size")
         try:
             tokenizer = cls(raw, settings, stops, tokenizer_folder.read_templates(path, settings))
@@ -307,22 +308,26 @@ class Tokenizer:
         return frozenset(index for index in there if self._tokenizer.id_to_token(index) is not None)
 
 
-def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _load_backend(file: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """Load a tokenizer.json, with tokens that the folder's other files name; the last one is cached, as draft and
     target mostly have equal files."""
     if not os.path.lexists(file):
         advice = "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers writes one"
+        if not any((file.parent / name).exists() for name in tokenizer_folder.OTHER_TOKENIZERS):
+            advice = "copy the files of the original model's tokenizer there"
         raise UserError(f"{file.parent} holds no tokenizer.json; {advice}")
     check_file(file, MAX_TOKENIZER_BYTES)
     named = tokenizer_folder.read_added_tokens(file.parent, settings)
     try:
         text = file.read_bytes()
-        digest = lazy_sha256(text + repr(named).encode("utf-8", "surrogatepass")).digest()
+        spaces = [fields.get(name) for name in tokenizer_folder.SPACE_FIELDS for fields in (settings, config)]
+        digest = lazy_sha256(text + repr((named, spaces)).encode("utf-8", "surrogatepass")).digest()
         with _READING, _panics_as_errors(f"cannot be made from {file}"):
             if not _LAST or _LAST[0] != digest:
                 import tokenizers
 
                 made = tokenizers.Tokenizer.from_buffer(text)
+                tokenizer_folder.set_prefix_space(made, settings, config)
                 tokenizer_folder.add_tokens(file.parent, made, named)
                 _LAST[:] = digest, made
             found: tokenizers.Tokenizer = _LAST[1]
@@ -330,6 +335,7 @@ def _load_backend(file: Path, settings: Mapping[str, Any]) -> tokenizers.Tokeniz
     except UserError:
         raise
     except Exception as error:  # tokenizers raises bare Exceptions
+        check_downloaded(file)
         raise UserError(f"{file} is not a tokenizer ({error!s:.200})") from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files.checkpoint import NOTICES
 from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, phi
@@ -134,15 +135,34 @@ HARMLESS = {
     "rope.scaling.finetuned": "says only how the scaling was chosen",
     "tensor_data_layout": "a remark on the conversion",
 }
+OLLAMA_NAMES = {  # of keys that Ollama's converter writes: llama.cpp's
+    "rope.global.freq_base": "rope.freq_base",
+    "rope.local.freq_base": "rope.freq_base_swa",
+    "rope.scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope.scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+    "rope.scaling.extrapolation_factor": "rope.scaling.yarn_ext_factor",
+}
+OLLAMA_LEAVES_OUT = {"gemma3": {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": gemma.THETA}}
+GEMMA_LONG, GEMMA_FACTOR = 131072, 8.0  # length of a text, and the factor of Gemma 3 with vision that Ollama leaves out
+OTHER_MODELS = ("v", "mm", "a")  # first parts of the names of tensors of a vision or audio model in the same file
+OTHER_KEYS = ("vision.", "mm.", "audio.")  # beginnings of its keys
+HEADS = ("eagle3", "dflash")  # architectures of trained heads
+SIZES = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
+COMPUTED = ("attn_rot_embd",)  # parts of layers with tables that are computed
 UNSCALED = (0.0, 1.0)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "attention.output_scale"), UNSCALED),
     **{"attention.causal": (True,), "rope.scaling.alpha": UNSCALED},
     "rope.scaling.yarn_ext_factor": (1.0, -1.0),  # below 0: unset
 }
+OTHER_TYPES = {
+    "mmproj": "a projector for images or sound",
+    "adapter": "LoRA weights",
+    "imatrix": "an importance matrix, for quantising",
+    "vocab": "a vocabulary",
+}
 REASONS = {"nextn_predict_layers": ": layers for multi-token prediction (MTP) are not read from GGUF files"}
 REQUIRED = {"context_length": "", "block_count": " (num_hidden_layers)", "attention.layer_norm_rms_epsilon": ""}
-UNKNOWN_METADATA = "unknown_metadata"  # field of config.json's `outpace`: keys that were ignored
 NEUTRAL_BY = {"gemma3": {"rope.scaling.attn_factor": UNSCALED}}  # it would wrongly apply to local layers too
 
 
@@ -256,30 +276,56 @@ def read_model(header: GgufHeader) -> GgufModel:
     path, metadata = header.path, header.metadata
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise UserError(f"{path} holds no model: its general.type is {kind!r:.50}")
+        what = f" ({OTHER_TYPES[kind]})" if kind in OTHER_TYPES else ""
+        raise UserError(f"{path} holds no model: its general.type is {kind!r:.50}{what}; name the model's own file")
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        check_causal_lm({"model_type": architecture}, path)
-        known = f"GGUF files are read of {', '.join(ARCHITECTURES)}"
-        advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
-        raise UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
+        raise _unsupported(architecture, path)
+    if not header.tensors:
+        raise UserError(f"{path} holds a vocabulary and no tensors; name the model's own file")
     prefix = architecture + "."
     own = _own_metadata(header, prefix)
     unknown = _check_metadata(header, architecture, own)
+    notices = [f"unknown metadata of the file were ignored: {', '.join(unknown)}"] if unknown else []
     own = {"attention.key_length": _default_head_dim(own), **own}
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
     settings["architectures"] = [FAMILIES[settings["model_type"]].architecture]
     settings["rope_scaling"] = read_scaling(header, own)
     settings = {name: value for name, value in settings.items() if value is not None}
     config = _checked(header, prefix, own, settings)
-    if unknown:
-        settings["outpace"] = {UNKNOWN_METADATA: unknown}
-    return GgufModel(settings, config, _sources(header, config), architecture in INTERLEAVED_ROPE)
+    sources = _sources(header, config, prefix, own)
+    if others := sorted({name.partition(".")[0] for name in header.tensors} & {*OTHER_MODELS}):
+        notices.append(f"tensors of a vision or audio model in the file were ignored: {', '.join(others)}")
+    if notices:
+        settings["outpace"] = {NOTICES: notices}
+    return GgufModel(settings, config, sources, architecture in INTERLEAVED_ROPE)
+
+
+def _unsupported(architecture: Any, path: object) -> UserError:
+    """Return the error for an architecture that is not read."""
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    if architecture in HEADS:
+        return UserError(f"{path} is a trained head ({architecture}), which drafts for another model: name it as draft")
+    is_encoder = any(part in str(architecture) for part in ("bert", "encoder", "embedding"))
+    check_causal_lm({"model_type": "bert" if is_encoder else architecture, "architectures": [architecture]}, path)
+    known = f"GGUF files are read of {', '.join(ARCHITECTURES)}"
+    advice = "`--runtime transformers` may run the Hugging Face checkpoint of the same model"
+    if architecture not in MODEL_ARCH_NAMES.values():
+        advice = "nor does the installed package gguf know a language model of that name"
+    return UserError(f"{path} has the architecture {architecture!r:.50}; {known}; {advice}")
 
 
 def _own_metadata(header: GgufHeader, prefix: str) -> dict[str, Any]:
     """Return the architecture's metadata; a list with one value for each layer becomes that value if all are equal."""
     own = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    own = {name: value for name, value in own.items() if not name.startswith(OTHER_KEYS)}
+    renamed = {new: own.pop(old) for old, new in OLLAMA_NAMES.items() if old in own}
+    own = OLLAMA_LEAVES_OUT.get(prefix[:-1], {}) | renamed | own
+    has_vision = any(name.startswith("v.") for name in header.tensors)
+    is_scaled = any(name.startswith("rope.scal") for name in own)
+    if prefix == "gemma3." and has_vision and own.get("context_length") == GEMMA_LONG and not is_scaled:
+        own["rope.scaling.factor"] = GEMMA_FACTOR
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         value = own.get(name)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -366,23 +412,28 @@ def _checked(header: GgufHeader, prefix: str, own: Mapping[str, Any], settings: 
     return config
 
 
-def _sources(header: GgufHeader, config: LlamaConfig) -> dict[str, str]:
-    """Map Hugging Face names to GGUF names; UserError for a tensor that is missing, unknown or of another shape."""
+def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[str, Any]) -> dict[str, str]:
+    """Map Hugging Face names to GGUF names; UserError for a tensor that is missing, of another shape, or that would
+    change a text and is not part of the model."""
     expected, sources = tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
+    layers = f"{prefix}block_count {config.num_layers}"
     for name, entry in header.tensors.items():
-        if name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS):
+        target, (first, *inner) = _target_name(name, parts), name.split(".")
+        if target in expected:
+            if entry.shape != tuple(expected[target]):
+                shape = f"{list(expected[target])} ({', '.join(f'{key} {own.get(key)!r:.20}' for key in SIZES)})"
+                raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
+            sources[target] = name
+        elif name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS) or first in OTHER_MODELS or {*COMPUTED} & {*inner}:
             continue
-        target = _target_name(name, parts)
-        if target not in expected:
-            raise UserError(f"{header.path}: tensor {name!r} is not supported")
-        if entry.shape != tuple(expected[target]):
-            shape = list(expected[target])
-            raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
-        sources[target] = name
+        elif not name.endswith(".bias") or entry.raw().any():
+            is_beyond = first == "blk" and inner[0].isdecimal() and int(inner[0]) >= config.num_layers
+            label = layers if is_beyond else f"the architecture {prefix[:-1]}"
+            raise UserError(f"{header.path}: tensor {name!r} is not supported: a model with {label} has none such")
     missing = next((target for target in expected if target not in sources), None)
     if missing is not None:
-        raise UserError(f"{header.path} holds no tensor for {missing!r}")
+        raise UserError(f"{header.path} holds no tensor for {missing!r}, which a model with {layers} has")
     return sources
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.models.files.reading import release_pages
+from outpace.models.files.reading import check_downloaded, check_file, release_pages
 from outpace.models.llama.weight_sources import Q4_1, BlockFormat
 
 COMMON_TYPES = {
@@ -98,11 +98,22 @@ class GgufHeader:
         release_pages(self.data, 0, min(starts, default=0))
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether this file, whatever its name, begins as GGUF files do."""
+    check_file(path)
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+
+
 def open_gguf(path: Path) -> GgufHeader:
     """Map the file and read its header; UserError names the file and what is wrong with it."""
     try:
         with path.open("rb") as stream:
             if stream.read(len(MAGIC)) != MAGIC:
+                check_downloaded(path)
                 raise UserError(f"{path} is not a GGUF file")
             # Never closed explicitly: close() raises while arrays still point into the mapping.
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -264,7 +275,8 @@ def open_gguf_model(path: Path) -> GgufHeader:
         ending = f"-00001-of-{count:05}.gguf"
         raise UserError(f"{path} is one of {count} parts of a model, so the first one's name must end in {ending}")
     if number or path.name != files[0].name:
-        raise UserError(f"{path} is part {number + 1} of {count}: name the first one, {files[0]}")
+        first_part = f"name the first one, {files[0]}{'' if files[0].is_file() else ', which is missing'}"
+        raise UserError(f"{path} is part {number + 1} of {count}: {first_part}")
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise UserError(f"{missing} is missing: {path} is the first of {count} parts of a model")

@@ -16,18 +16,18 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.files.cache import entry_path, identity, make_once, new_folder
-from outpace.models.files.checkpoint import SINGLE, Checkpoint
+from outpace.models.files.checkpoint import NOTICES, SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import COMMON_TYPES, TensorEntry, ggml_type, open_gguf_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.reading import DTYPES, RawTensor, write_json, write_safetensors
 from outpace.models.llama.config.footprint import FLOATS, StoredSize
-from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import StoredMatrix
 from outpace.models.options import Progress, silent
 
-FORMAT_VERSION = 3  # part of the folder's name: raise it when the output changes
+FORMAT_VERSION = 4  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 PIECE_VALUES = 2**22  # values dequantised at once; numpy needs several times their memory
@@ -49,8 +49,11 @@ class GgufSource(AbstractContextManager["GgufSource"]):
             if entry.kind not in COMMON_TYPES and not can_read(entry.kind):
                 found = f"tensor {name!r} has the unsupported quantisation {ggml_type(entry.kind).name}"
                 raise UserError(f"{entry.path}: {found}, allowed are {', '.join(readable_types())}")
-        special_ids = gguf_tokenizer.special_ids(self.path, self._header.metadata)
+        metadata = gguf_tokenizer.cut_vocabulary(self._header.metadata, self._model.config.vocab_size)
+        self._header = replace(self._header, metadata=metadata)
+        special_ids = gguf_tokenizer.special_ids(self.path, metadata)
         self.config: dict[str, Any] = self._model.settings | special_ids
+        self.notices: list[str] = self.config.get("outpace", {}).get(NOTICES, [])
 
     def __exit__(self, *error: object) -> None:
         """Do nothing: the mapping is released with the last array."""
@@ -81,6 +84,10 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
+
+    def read_config(self) -> LlamaConfig:
+        """Return the configuration; the tensors are those that it implies since the file was opened."""
+        return self._model.config
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Do nothing: all tensors had the shapes that the metadata imply when the file was opened."""
@@ -220,7 +227,7 @@ def is_complete_model(folder: Path, files: Sequence[str] = ("config.json",)) -> 
         return False
     try:
         with Checkpoint.open(folder) as checkpoint:
-            checkpoint.check_shapes(tensor_shapes(from_dict(checkpoint.config)))
+            checkpoint.read_config()
     except UserError:
         return False
     return True

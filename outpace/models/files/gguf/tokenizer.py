@@ -16,7 +16,7 @@ from outpace.models.files.special_tokens import MARKS
 if TYPE_CHECKING:
     import tokenizers
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # values of tokenizer.ggml.token_type
 SPECIAL = (UNKNOWN, CONTROL)
 SPACE = "\u2581"  # SentencePiece's character for a space
 LONGEST_PIECE = 1000  # characters per token; the search for merges is quadratic
@@ -61,6 +61,7 @@ SAME_PRE = {
 WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not split by merges
 EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb following white space
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+LLAMA3_MARK = "<|start_header_id|>"  # a token of Llama 3's vocabulary
 SPECIAL_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 TEMPLATE = "tokenizer.chat_template"  # the default one; others have their name appended, after a dot
 # Fields of tokenizer.ggml that are refused if set, because they would change the tokens of prompts or answers.
@@ -83,6 +84,19 @@ class GgufTokenizer:
     size: int
     settings: dict[str, Any]
     special_ids: dict[str, Any]
+
+
+def cut_vocabulary(metadata: Mapping[str, Any], rows: int) -> Mapping[str, Any]:
+    """Return the metadata without added tokens at the vocabulary's end for which the embedding has no rows.
+
+    They belong to a vision or audio model; a text that holds them is tokenized as if they did not exist.
+    """
+    keys = [f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores")]
+    lists = {key: metadata[key] for key in keys if isinstance(metadata.get(key), list)}
+    beyond = lists.get(keys[1], [])[rows:]
+    if not beyond or not {*beyond} <= {CONTROL, USER_DEFINED, UNUSED}:
+        return metadata
+    return {**metadata, **{key: values[:rows] for key, values in lists.items()}}
 
 
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,6 +152,8 @@ class _Vocabulary:
             if value:
                 raise UserError(f"{self.path}: tokenizer.ggml.{name} {value!r:.50} is not supported")
         pre = self.field("pre", str, "default")
+        if pre == "default" and LLAMA3_MARK in self.ids:  # the first files of Llama 3 left it out
+            pre = "llama-bpe"
         self.pre = SAME_PRE.get(pre, pre)
 
     def field(self, name: str, kind: type, default: Any = None) -> Any:

@@ -15,15 +15,16 @@ from outpace.models.files.gguf.tokenizer import (
     SPECIAL_IDS,
     SPLITS,
     TEMPLATE,
+    UNUSED,
     USER_DEFINED,
     WHOLE_WORDS,
     pre_tokenizer,
 )
-from outpace.models.files.reading import read_json
+from outpace.models.files.reading import read_json, read_optional_json
 
 PREFIX = "tokenizer."
 TOKENS, TYPES = f"{PREFIX}ggml.tokens", f"{PREFIX}ggml.token_type"
-NORMAL, UNUSED = 1, 5  # values of tokenizer.ggml.token_type
+NORMAL = 1  # a value of tokenizer.ggml.token_type
 
 
 def read_fields(model: Path, rows: int) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} has no tokenizer.json, without which llama.cpp cannot read text")
     settings = tokenizer_folder.read_settings(folder)
     tokenizer = Tokenizer.from_file(str(file))
+    tokenizer_folder.set_prefix_space(tokenizer, settings, read_optional_json(folder / "config.json"))
     tokenizer_folder.add_tokens(folder, tokenizer, tokenizer_folder.read_added_tokens(folder, settings))
     written, model = json.loads(tokenizer.to_str()), read_json(file)["model"]
     name, has_prefix = _pre_name(folder, written, model)

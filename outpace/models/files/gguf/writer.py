@@ -74,8 +74,7 @@ def write_file(folder: Path, kind: str, file: Path, fields: Mapping[str, Any] | 
 
 def _architecture(checkpoint: Checkpoint) -> str:
     """Return llama.cpp's name of the architecture; UserError for a model that it would compute differently."""
-    config = from_dict(checkpoint.config)
-    checkpoint.check_shapes(tensor_shapes(config))
+    config = checkpoint.read_config()
     model_type = str(checkpoint.config.get("model_type", "llama"))
     is_plain = config.rope_scaling is None and all(window is None for window in config.windows)
     if model_type not in ARCHITECTURES or not is_plain or not all(config.rotary_layers):

@@ -133,9 +133,18 @@ def model_type_of(config: Fields) -> str:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unsupported_field(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
     expected = FAMILIES[model_type].architecture
-    if named and expected not in named:
+    without_output = expected.replace("ForCausalLM", "Model")  # which a checkpoint with tied embeddings may name
+    if named and expected not in named and without_output not in named:
         raise unsupported_field(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
     return model_type
+
+
+def ties_embeddings(config: Fields) -> bool:
+    """Return whether a config.json says, or implies, that the output layer is the embedding."""
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    said = {**(family.defaults if family else {}), **config}
+    return said.get("tie_word_embeddings") is True
 
 
 def read_rotary_layers(model_type: str, fields: Fields, num_layers: int) -> tuple[bool, ...]:
