@@ -40,7 +40,7 @@ HARMLESS = {
         *("enable_confidence_head", "use_confidence_head", "has_confidence_head", "confidence_head_with_markov"),
         *("attention_mode", "parallel_draft_heads_num_layers"),
     ),
-    "names, of which the verifier's are compared with the target": (
+    "names; those of the verifier are compared with the target": (
         *("verifier", "base_model_name_or_path", "target_model_id", "target_model_type", "trained_on", "architectures"),
     ),
     "a size of tables; positions beyond it are rotated too": ("max_position_embeddings", "max_seq_len"),
