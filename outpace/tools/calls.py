@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from outpace.tools.call_scanners import BEGIN_TAG, MAX_TAG, TAG_STARTS, CallScanner, Stage, TagScanner
-from outpace.tools.definitions import MISTRAL, CallFormat, Tool
+from outpace.tools.definitions import HARMONY, MISTRAL, CallFormat, Tool
 
 FENCE = "```"
 MAX_FENCE = 80  # characters of the line that begins a fence
 MAX_DEPTH = 4  # marks before one call
 MAX_SPACE = 256  # characters of white space that are held back
+_NAMED = (MISTRAL.start, *HARMONY.frames)  # marks after which a call's name may be written
 _FENCE_LINE = re.compile(r"```[^`\n]*")
 _LIST = re.compile(r"\[\s*\{?")
-_NAME_MARK = re.compile(r"([\w./-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")  # Mistral's name of a call
-_NAME_BEGUN = re.compile(r"[\w./-]+(?:\[[A-Z_]*\]?\w*){0,2}\s*")
+# The name of a call before its arguments: Mistral's, and that of gpt-oss.
+_NAME_MARK = re.compile(
+    r"([\w./-]+)(?:(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?|(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>)\s*\{"
+)
+_NAME_BEGUN = re.compile(r"[\w./-]+(?:(?:\[[A-Z_]*\]?\w*){0,2}|(?:\s*<?\|?\w*\|?>?\w*){0,3})\s*")
 
 
 class TextDelta(NamedTuple):
@@ -117,7 +121,7 @@ class CallParser:
         """Read the beginning of a mark or call; return False if `begun` cannot be one. `space` precedes it."""
         is_first = self._read == self._in_text
         may_be_bare = self._family.takes_unmarked and not self._in_fence and self._starts_line(space)
-        is_mistral = not is_first and MISTRAL.start in self._raw
+        is_named = not is_first and any(start in self._raw for start in _NAMED)
         if begun == "{" and (may_be_bare or not is_first):
             self._begin_call(CallScanner(is_strict=not self._has_mark))
         elif begun in self._frames:
@@ -133,10 +137,10 @@ class CallParser:
             return self._open_fence(begun, may_be_bare)
         elif begun[0] == "<" and self._family.takes_tags:
             return self._open_tag(begun)
-        elif is_mistral and (named := _NAME_MARK.fullmatch(begun)):
+        elif is_named and (named := _NAME_MARK.fullmatch(begun)):
             self._begin_call(CallScanner(named[1]))
         else:
-            return is_mistral and bool(_NAME_BEGUN.fullmatch(begun))
+            return is_named and bool(_NAME_BEGUN.fullmatch(begun))
         return True
 
     def _open_fence(self, begun: str, may_begin: bool) -> bool:
