@@ -31,6 +31,7 @@ from rule_mutations import RULE_MUTATIONS
 from server_mutations import SERVER_MUTATIONS
 from skip_mutations import SKIP_MUTATIONS, find_in_skipping
 from step_mutations import STEP_MUTATIONS
+from template_mutations import TEMPLATE_MUTATIONS
 
 from outpace.card import cache
 from outpace.core import types
@@ -270,6 +271,7 @@ MUTATIONS = [
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
     *SERVER_MUTATIONS,
+    *TEMPLATE_MUTATIONS,
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
     *FORECAST_MUTATIONS,

@@ -14,6 +14,7 @@ from outpace.card.wire import LayerLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, merging, schema
+from outpace.models.text import template_form
 from outpace.server import (
     chat_completions,
     content,
@@ -130,7 +131,7 @@ def no_text(texts_in: Original) -> Original:
 
 
 def unchanged(change: Original) -> Original:
-    return lambda messages, *more: messages
+    return lambda given, *more, **named: given
 
 
 def of_the_answer(merge: Original) -> Original:
@@ -197,7 +198,7 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (HISTORIES, "thoughts_reach_the_template_in_one_form", content, "_thought_in", no_text),
     (HISTORIES, "merged_items_keep_their_thoughts", responses, "merged", of_the_answer),
     (HISTORIES, "the_prefix_cache_survives_the_changing_line", tool_calls, "_without_billing", unchanged),
-    (HISTORIES, "nothing_that_is_kept_locks_a_conversation", tool_calls, "merged", unchanged),
+    (HISTORIES, "nothing_that_is_kept_locks_a_conversation", template_form, "merged", unchanged),
     (HISTORIES, "tokenize_has_the_prompt_of_a_chat", chat_completions, "conversation", of_chats_only),
     (FIELDS, "other_names_of_fields_are_taken", request_body, "with_own_names", by_the_own_name),
     (FIELDS, "values_that_would_change_the_answer_are_refused", request_body, "refuse_others", nothing),

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +65,7 @@ class CannedStream:
         self.result, self._is_interrupted, self._is_aborted = result, is_interrupted, False
 
     def __iter__(self) -> Iterator[Piece]:
-        yield Piece(self.result.text, self.result.tokens, True)
+        yield Piece(self.result.text, self.result.tokens, True, reasoning=self.result.reasoning)
         if self._is_interrupted:
             signal.raise_signal(signal.SIGINT)
             if not self._is_aborted:
@@ -102,6 +103,15 @@ def test_ctrl_c_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
     talk(llm, "a", "b")
     assert [turn["content"] for turn in llm.asked[1]] == ["a", "half an ans", "b"]
     assert capsys.readouterr().out == "half an ans\ntwo\n"
+
+
+def test_thoughts_are_shown_apart_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = Canned(replace(answer("one", *range(6)), reasoning="so"), answer("two", *range(6)))
+    talk(llm, "a", "b")
+    assert llm.asked[1][1] == {"role": "assistant", "content": "one", "reasoning_content": "so"}
+    shown = capsys.readouterr()
+    assert shown.out == "one\ntwo\n"
+    assert shown.err.startswith("so\n")
 
 
 def test_a_question_that_cannot_be_answered_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,12 @@ from files import TEMPLATE
 from serving import Answered, Served, served
 from test_server_tools import ADD, templated
 
+from outpace.models.text.template_form import text_of
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.server import chat_completions, messages, responses
 from outpace.server.errors import ApiError
 from outpace.server.request_body import validate
+from outpace.server.tool_calls import parse_arguments
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_types.json").read_text())
 USER = {"role": "user", "content": "hello"}
@@ -49,17 +51,32 @@ def body_of(path: str, turns: list[Any], **fields: Any) -> dict[str, Any]:
     return {"input" if path == RESPONSES else "messages": turns, **limit, **fields}
 
 
+def plain(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with their contents as text and the arguments of their calls as objects."""
+
+    def with_object(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"].get("arguments") or "{}"
+        found = parse_arguments(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**call["function"], "arguments": found}}
+
+    found = [{**message, "content": text_of(message["content"])} for message in given]
+    return [
+        message | {name: [*map(with_object, message[name])] for name in ("tool_calls",) if name in message}
+        for message in found
+    ]
+
+
 def converted(path: str, turns: list[Any], **fields: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """Return what the chat template gets of a conversation, and the names of what is left out."""
     given = body_of(path, turns, **fields)
     if path == CHAT:
         body, names = validate(chat_completions.ChatBody, given, is_strict=True)
-        return chat_completions.template_messages(body.messages), names
+        return plain(chat_completions.template_messages(body.messages)), names
     if path == MESSAGES:
         found, names = validate(messages.MessagesBody, given, is_strict=True)
-        return messages.template_messages(found), names
+        return plain(messages.template_messages(found)), names
     items, names = validate(responses.ResponsesBody, given, is_strict=True)
-    return responses.template_messages(items), names
+    return plain(responses.template_messages(items)), names
 
 
 def is_shown(part: dict[str, Any]) -> bool:

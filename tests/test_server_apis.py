@@ -144,7 +144,7 @@ def test_items_of_a_turn_become_one_message() -> None:
         {"role": "assistant", "content": "34"},
     ]
     calls = [
-        {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
+        {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": f'{{"x": {number}}}'}}
         for number in (1, 2)
     ]
     assert responses.template_messages(ResponsesBody.model_validate({"input": items})) == [

@@ -215,6 +215,7 @@ def test_tool_parser_selects_the_form_of_calls(site: Served) -> None:
         "tools": "<tools>",
         "mistral": "[TOOL_CALLS]",
         "xml": "<tool_call>\n<function=add>",
+        "openai": "<|channel|>commentary to=functions.add",
     }
     for parser in ("auto", *FORMATS):
         with served(site.llm, tool_parser=parser) as other:

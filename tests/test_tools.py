@@ -24,6 +24,7 @@ from outpace.tools.calls import CallArguments, CallBegin, CallParser, Delta, Tex
 from outpace.tools.definitions import (
     ARGS,
     FORMATS,
+    HARMONY,
     HERMES,
     JSON,
     LLAMA,
@@ -83,6 +84,7 @@ def fenced(call: str) -> str:
 
 HERMES_CALL, TAGGED_CALL = f"<tool_call>\n{CALL}\n</tool_call>", f"<tools>\n{CALL}\n</tools>"
 XML_CALL, ARGS_CALL = f"<tool_call>\n{tagged('A')}\n</tool_call>", f"[TOOL_CALLS]weather[ARGS]{A}"
+CHANNEL_CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{A}"
 LLAMA_CALL = CALL.replace("arguments", "parameters")
 NO_CITY = CALL.replace("city", "town")
 DOUBLED = f"{{{CALL}}}"
@@ -258,6 +260,14 @@ TRANSCRIPTS: list[tuple[CallFormat, str, list[Delta]]] = [
     ),
     (MISTRAL, f"[TOOL_CALLS]weather[CALL_ID]ab12[ARGS]{A}", call(0, "weather", A)),
     (MISTRAL, "[TOOL_CALLS]rm[ARGS]{}", free_text("[TOOL_CALLS]rm[ARGS]{}")),
+    (HARMONY, CHANNEL_CALL, call(0, "weather", A)),
+    (
+        HARMONY,
+        f"So to=functions.weather<|channel|>commentary json<|message|>{A}",
+        free_text("So") + call(0, "weather", A),
+    ),
+    (HARMONY, f"to=functions.weather<|message|>{A}", call(0, "weather", A)),
+    (HARMONY, "Go to=functions.rm<|message|>{}", free_text("Go to=functions.rm<|message|>{}")),
 ]
 
 
@@ -285,13 +295,14 @@ PARTS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<think>", "</think>", "<|python_tag|>", '{"name": "clock"', "}"),
     *("{", "~~~\n", "````\n"),
     *('"', ', "arguments": ', "{}", "[", "]", ",", "\n", " ", "a", "\\", "<", "```", "```json\n", "`", "<tools>"),
+    *("<|channel|>commentary to=functions.", "<|message|>", " <|constrain|>json"),
     *("</tools>", "<function=clock>", "</function>", "<parameter=a>", "\n</parameter>", "[ARGS]", "clock", ";"),
     '{"name": "weather", "arguments": {"city": "A"}}',
 ]
 
 
 @given(
-    st.sampled_from([HERMES, LLAMA, MISTRAL, JSON, XML, TAGS, QWEN]),
+    st.sampled_from([HERMES, LLAMA, MISTRAL, JSON, XML, TAGS, QWEN, HARMONY]),
     st.lists(st.sampled_from(PARTS), max_size=14),
     st.lists(st.integers(0, 200), max_size=5),
 )
@@ -381,6 +392,7 @@ def test_a_call_is_whole_if_its_arguments_are_a_json_object(text: str, whole: bo
 
 def templated(where: Path, template: str) -> Tokenizer:
     """Return the tokenizer with another chat template."""
+    where.mkdir(exist_ok=True)
     folder = folder_of(write_gguf(where / "model.gguf"), where / "folder")
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.from_folder(folder)
@@ -422,6 +434,8 @@ def answers(tokenizer: Tokenizer, family: CallFormat, choice: ToolChoice, text: 
         (MISTRAL, "auto", False, f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS][{}]"),
         (MISTRAL_ARGS, "required", True, f"{ARGS_CALL}{ARGS_CALL}", CALL),
         (MISTRAL_ARGS, "auto", True, f"So {ARGS_CALL}", "[TOOL_CALLS]weather[ARGS]{}"),
+        (HARMONY, "required", True, CHANNEL_CALL, CHANNEL_CALL.replace("city", "town")),
+        (HARMONY, "auto", True, f"So {CHANNEL_CALL}", f"So {CHANNEL_CALL.replace('city', 'town')}"),
         (XML, "required", True, f"{XML_CALL}\n{XML_CALL}", HERMES_CALL),
         (XML, "required", False, XML_CALL, XML_CALL.replace("city", "town")),
         (XML, "auto", True, f"So {tagged('a < b')} and {XML_CALL}", "So <function=rm>\n</function>"),
@@ -639,6 +653,9 @@ def test_families_are_found_by_the_template_or_the_vocabulary(
     tags = templated(tmp_path, "{{ messages }}{% if tools %}<tool_call><function=name>{% endif %}")
     assert call_format_of(tags).name == "xml"
     tags.close()
+    channels = templated(tmp_path / "channels", "{{ messages }}{% if tools %}<|channel|>commentary to={% endif %}")
+    assert call_format_of(channels).start == HARMONY.start
+    channels.close()
     for tokens, family in (({PYTHON_TAG}, LLAMA), ({MISTRAL.start}, MISTRAL), ({MISTRAL.start, ARGS}, MISTRAL_ARGS)):
         monkeypatch.setattr(tokenizer, "id_of", lambda name, known=tokens: 5 if name in known else None)
         auto = call_format_of(tokenizer)

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
-from outpace.api.prompts import Prompt, chat_tokens, messages_of, prompts_of, tokens_of
+from outpace.api.prompts import ChatPrompt, Prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
-from outpace.api.text import StopStrings, TextAssembler
+from outpace.api.text import TextAssembler, assembler_of, thought_before
 from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
 from outpace.core.types import Request, Rule
@@ -31,6 +31,8 @@ from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 from outpace.models.text.infill import infill_prompt
 from outpace.planning.profile import Profile, subject
+from outpace.tools.call_grammar import after_thought, thought_rules
+from outpace.tools.reasoning import Thought
 
 _SIMILARITY = 0.8  # of a misspelt name to the one that is suggested
 
@@ -207,7 +209,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         sampling_params: SamplingParams | None = None,
         *,
         choice: int = 0,
@@ -276,13 +278,8 @@ class LLM(AbstractContextManager["LLM"]):
         the result. `add_generation_prompt`: the prompt ends with the template's start of an answer. The other options
         are those of `stream`.
         """
-        prompt = chat_tokens(
-            messages_of(messages),
-            self.tokenizer,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.stream(prompt, sampling_params, **options).finish()
+        rendering = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return self.stream(ChatPrompt(messages_of(messages), rendering), sampling_params, **options).finish()
 
     def infill(
         self,
@@ -302,7 +299,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _start(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         params: SamplingParams,
         choice: int,
         plain: bool,
@@ -322,7 +319,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def prepare(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         params: SamplingParams,
         choice: int = 0,
         plain: bool = False,
@@ -339,7 +336,9 @@ class LLM(AbstractContextManager["LLM"]):
             check_prediction(drafter or self.build_options.drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
-        structure = params.structure
+        structure, thought = params.structure, thought_before(prompt, tokens, params, self.tokenizer)
+        if structure and thought is not Thought.NONE:
+            structure = after_thought(structure, thought_rules(self.tokenizer, thought.is_open))
         drafter = drafter or (self.build_options.structured_drafter if structure and not plain else None)
         own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
         request = Request(
@@ -355,10 +354,7 @@ class LLM(AbstractContextManager["LLM"]):
             prediction=params.predicted(self.tokenizer),
             constraint=self.grammars.constraint(structure, len(tokens)) if structure else None,
         )
-        include_stop = params.include_stop_str_in_output
-        hidden = own_ends.union(() if include_stop else params.stop_token_ids)
-        stops = StopStrings(params.stop, include_stop)
-        text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
+        text = assembler_of(params, self.tokenizer, thought)
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
         decoder, options, method = self._choose_decoder(request.rule, rule, plain, drafter, method)
         return PreparedRequest(request, decoder, options, text, method, echo, drafter)

@@ -69,7 +69,7 @@ class SamplingParams:
         logprobs_mode: "raw" for the model's own log-probabilities, "processed" for those after penalties, temperature
             and filters.
         skip_special_tokens: leave special tokens out of the text; if False they are shown, except those that end the
-            answer.
+            answer, and a thought stays in the text with its marks.
         echo: the text begins with the prompt, and `logprobs` cover the prompt's tokens too.
     """
 

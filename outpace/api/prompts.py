@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.core.arrays import to_python
@@ -15,28 +16,49 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _BYTES = (bytes, bytearray, memoryview)  # sequences of integers that are not token ids
 
 
-def tokens_of(prompt: Prompt, tokenizer: Any) -> list[int]:
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Chat messages, and how they are rendered: options of `Tokenizer.render`."""
+
+    messages: Sequence[Mapping[str, Any]]
+    rendering: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        is_prefix = bool(self.messages and self.messages[-1].get("prefix"))
+        return is_prefix or self.rendering.get("continue_final_message", False)
+
+
+def chat_prompt_of(prompt: Prompt | ChatPrompt) -> ChatPrompt | None:
+    """Return a prompt that is a list of messages as a conversation; None for other prompts."""
+    if isinstance(prompt, ChatPrompt):
+        return prompt
+    items = _items(prompt)
+    return ChatPrompt(items) if items and _are_messages(items) else None
+
+
+def tokens_of(prompt: Prompt | ChatPrompt, tokenizer: Any) -> list[int]:
     """Return the token ids of a prompt; UserError for anything that is not a prompt."""
     if isinstance(prompt, str):
         ids: list[int] = tokenizer.encode(prompt)
         return ids
+    if conversation := chat_prompt_of(prompt):
+        return chat_tokens(conversation, tokenizer)
     items = _items(prompt)
     if items is not None and _are_tokens(items):
         return items
-    if items is not None and _are_messages(items):
-        return chat_tokens(items, tokenizer)
     raise UserError(f"the prompt is {reprlib.repr(prompt)}, it must be text or a list of chat messages or token ids")
 
 
-def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **rendering: bool) -> list[int]:
-    """Return the token ids of a conversation; `rendering` are options of `Tokenizer.render`.
+def chat_tokens(conversation: ChatPrompt, tokenizer: Any) -> list[int]:
+    """Return the token ids of a conversation.
 
     A last message with "prefix": True is continued too, as in the APIs of DeepSeek and Mistral.
     """
-    _check_roles(messages, tokenizer)
-    if messages and messages[-1].get("prefix"):
-        rendering["continue_final_message"] = True
-    ids: list[int] = tokenizer.chat(messages, **rendering)
+    _check_roles(conversation.messages, tokenizer)
+    rendering = {**conversation.rendering, **({"continue_final_message": True} if conversation.continues else {})}
+    ids: list[int] = tokenizer.chat(conversation.messages, **rendering)
     return ids
 
 

@@ -26,6 +26,8 @@ class Result:
     `tokens_per_second` is measured between the two.
     `figures`: counts of drafted and accepted tokens. `choice`: number of the answer among several to one prompt.
     `logprobs` has one record per token, `prompt_logprobs` one per prompt token but the first, if requested.
+    `reasoning`: the thought before the answer, if a conversation was answered and the model's chat template shows that
+    it thinks; `text` is then the answer without it. With `skip_special_tokens` False, `text` is all that was written.
     `lossless` is False if the rule trades the target's distribution for speed. `rounds`: the statistics of each round,
     with the planner's expectations. `prompt`: the prompt, if it was a text.
     """
@@ -46,6 +48,7 @@ class Result:
     lossless: bool = True
     rounds: tuple[RoundStats, ...] = ()
     prompt: str | None = None
+    reasoning: str = ""
 
     @property
     def outputs(self) -> tuple[Result]:
@@ -88,6 +91,7 @@ class Stream:
         self._prompt = prompt
         self._engine, self._run, self._text, self._method, self._owner = engine, run, text, method, owner
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._sent = 0  # tokens in the pieces that were handed out
         self._is_whole = False  # only the whole answer is wanted, so pieces need not be waited for
         self._is_read = False  # all pieces were handed out
@@ -145,6 +149,7 @@ class Stream:
             prompt_logprobs=tuple(history.prompt_logprobs),
             rounds=tuple(history.steps),
             prompt=self._prompt,
+            reasoning="".join(self._thoughts),
         )
 
     def _iterate(self, echo: str) -> Generator[Piece, None, None]:
@@ -172,6 +177,7 @@ class Stream:
 
     def _piece(self, piece: Piece) -> Piece:
         self._texts.append(piece.text)
+        self._thoughts.append(piece.reasoning)
         records = self._run.history.logprobs[self._sent : self._sent + len(piece.tokens)]
         self._sent += len(piece.tokens)
         return replace(piece, logprobs=tuple(records)) if records else piece

@@ -6,14 +6,22 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from outpace.api.params import SamplingParams
+from outpace.api.prompts import ChatPrompt, Prompt, chat_prompt_of
 from outpace.core.types import TokenLogprobs
+from outpace.grammar.structure import Structure
+from outpace.models.text.template_form import text_of
 from outpace.models.text.text_stream import TextStream
+from outpace.models.text.thought_marks import THINK
+from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.call_scanners import held_back
+from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_of
 
 
 @dataclass(frozen=True)
 class Piece:
     """A piece of text as it is streamed. `is_draft`: it was drafted and accepted, not sampled by the target itself.
+    `reasoning`: a piece of the thought before the answer, see `Result`.
 
     Text that may still become a stop string is held back, so a piece may have tokens and no text, or the reverse.
     """
@@ -22,6 +30,7 @@ class Piece:
     tokens: tuple[int, ...]
     is_draft: bool
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
 
 
 class StopStrings:
@@ -66,10 +75,18 @@ class TextAssembler:
     Without stop strings, tokens are decoded when the pieces are read, not between two target passes.
     """
 
-    def __init__(self, text: TextStream, stops: StopStrings, hidden: Collection[int], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        text: TextStream,
+        stops: StopStrings,
+        hidden: Collection[int],
+        min_tokens: int = 0,
+        thoughts: ReasoningParser | None = None,
+    ) -> None:
         """`hidden`: stop tokens, whose text is not part of the answer. A stop string ends the text if a token after the
-        first `min_tokens` completes it."""
+        first `min_tokens` completes it. `thoughts` separates thoughts from the text."""
         self._text, self._stops, self._hidden, self._min_tokens = text, stops, hidden, min_tokens
+        self._thoughts = thoughts
         self._written = 0
         self._undecoded: deque[tuple[Sequence[int], int]] = deque()  # rounds: their tokens, and how many were drafted
         self._pieces: deque[Piece] = deque()
@@ -102,8 +119,9 @@ class TextAssembler:
         """End the text: add a piece for what was held back."""
         pieces = self.pieces
         rest = "" if self._stops.found is not None else self._push(self._text.finish()) + self._stops.finish()
-        if rest:
-            pieces.append(Piece(rest, (), False))
+        piece = self._piece(rest, (), False, is_last=True)
+        if piece.text or piece.reasoning:
+            pieces.append(piece)
 
     def _decode(self, tokens: Sequence[int], drafted: int) -> int | None:
         """Append a round's pieces; see `watch`."""
@@ -111,9 +129,18 @@ class TextAssembler:
         for some, is_draft in ((tokens[:drafted], True), (tokens[drafted:], False)):
             if some and self._stops.found is None:
                 text, count = self._text_of(some)
-                self._pieces.append(Piece(text, tuple(some[:count]), is_draft))
+                self._pieces.append(self._piece(text, tuple(some[:count]), is_draft))
                 read += count
         return None if self._stops.found is None else read
+
+    def _piece(self, text: str, tokens: tuple[int, ...], is_draft: bool, is_last: bool = False) -> Piece:
+        """Return a piece with its text, and separately the thought in it."""
+        if self._thoughts is None:
+            return Piece(text, tokens, is_draft)
+        deltas = [*self._thoughts.push(text), *(self._thoughts.finish() if is_last else ())]
+        thought = "".join(delta.text for delta in deltas if isinstance(delta, ThoughtDelta))
+        answer = "".join(delta.text for delta in deltas if not isinstance(delta, ThoughtDelta))
+        return Piece(answer, tokens, is_draft, reasoning=thought)
 
     def _text_of(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Return the text of these tokens, and how many of them belong to it: fewer if a stop string ends it."""
@@ -129,3 +156,31 @@ class TextAssembler:
 
     def _push(self, text: str) -> str:
         return self._stops.push(text, may_end=self._written > self._min_tokens)
+
+
+def thought_before(
+    prompt: Prompt | ChatPrompt, tokens: Sequence[int], params: SamplingParams, tokenizer: Tokenizer
+) -> Thought:
+    """Return whether the answer to a prompt begins within a thought; NONE also where thoughts stay in the text.
+
+    They are separated in answers to conversations, unless special tokens are to be shown, or the caller has written a
+    whole grammar, which may have its own rules for thoughts. `tokens`: those of the prompt.
+    """
+    conversation = chat_prompt_of(prompt)
+    if conversation is None or not params.skip_special_tokens or isinstance(params.structured_outputs, Structure):
+        return Thought.NONE
+    continued = text_of(conversation.messages[-1].get("content")) if conversation.continues else ""
+    return thought_of(tokenizer, tokens, continued)
+
+
+def assembler_of(params: SamplingParams, tokenizer: Tokenizer, thought: Thought = Thought.NONE) -> TextAssembler:
+    """Return an assembler for an answer by these parameters. `thought`: whether the answer begins within a thought."""
+    own_ends = frozenset() if params.ignore_eos else tokenizer.stop_ids
+    hidden = own_ends.union(() if params.include_stop_str_in_output else params.stop_token_ids)
+    stops = StopStrings(params.stop, params.include_stop_str_in_output)
+    if thought is Thought.NONE:
+        return TextAssembler(tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
+    # Marks that are special tokens must be in the text from which thoughts are taken, and no other special tokens.
+    hidden |= tokenizer.special_ids - tokenizer.thought_ids
+    parser = ReasoningParser(thought, tokenizer.thought_marks or THINK)
+    return TextAssembler(tokenizer.stream(skip_special=False), stops, hidden, params.min_tokens, parser)

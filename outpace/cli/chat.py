@@ -245,18 +245,19 @@ class ChatSession:
         """Show the answer and a summary of it, and keep the messages with it."""
         printer = display.TextPrinter(self._color)
         try:
-            text, summary = self._ask(messages, printer)
+            answer, summary = self._ask(messages, printer)
         except UserError as error:
             display.say(f"error: {error}", "red")
             return
         finally:
             printer.end()
-        self._messages = [*messages, {"role": "assistant", "content": text}]
+        self._messages = [*messages, {"role": "assistant", **answer}]
         if summary:
             display.say(summary)
 
-    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
-        """Write the answer as it comes; return its text and summary. Messages that do not fit are removed in place."""
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
+        """Write the answer as it comes; return the fields of its message, and its summary. Messages that do not fit are
+        removed in place."""
         raise NotImplementedError
 
 
@@ -267,7 +268,7 @@ class RemoteChat(ChatSession):
         super().__init__(sampling, system)
         self._remote = remote
 
-    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
         given, defaults = self._sampling.options(), ChatFlags().options()
         always = {name: given.get(name, 0.0) for name in ("max_tokens", "temperature", "seed")}
         asked = always | {name: value for name, value in given.items() if value != defaults.get(name)}
@@ -275,7 +276,7 @@ class RemoteChat(ChatSession):
         rate = answer.timings.get("predicted_per_second")
         parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
         parts += [ENDS[answer.finish_reason]] if answer.finish_reason in ENDS else []
-        return answer.text, f"{self._remote.model}: {', '.join(parts)}" if parts else ""
+        return {"content": answer.text}, f"{self._remote.model}: {', '.join(parts)}" if parts else ""
 
 
 class LocalChat(ChatSession):
@@ -292,7 +293,7 @@ class LocalChat(ChatSession):
         super().__init__(sampling, system, color)
         self._llm, self._recommended = llm, recommended
 
-    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[str, str]:
+    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
         self._remove_oldest(messages)
         stream = self._llm.stream(messages, **self._sampling.options(self._recommended))
         written, loops = "", False
@@ -308,7 +309,8 @@ class LocalChat(ChatSession):
         display.write_answer(stream, show)
         result = stream.finish()
         notice = "; the answer repeated itself: /set temperature 0.7 varies it" if loops else ""
-        return result.text, display.summary(result) + notice
+        thought = {"reasoning_content": result.reasoning} if result.reasoning else {}
+        return {"content": result.text, **thought}, display.summary(result) + notice
 
     def _remove_oldest(self, messages: list[dict[str, str]]) -> None:
         """Remove the oldest questions and answers until the context has space for a good answer."""

@@ -110,25 +110,30 @@ def write_answer(stream: Stream | RemoteStream, show: Callable[[Piece], None]) -
 
 
 class TextPrinter:
-    """Writes pieces to stdout at once; with `color`, accepted draft tokens in colour. On a terminal, lines break at
-    spaces, except in fenced code, and a word appears when it is complete."""
+    """Writes pieces to stdout at once, thoughts in grey to stderr; with `color`, accepted draft tokens in colour. On a
+    terminal, lines break at spaces, except in fenced code, and a word appears when it is complete."""
 
     def __init__(self, color: bool = False) -> None:
         self._console, self._color, self._last = stdout(), color, "\n"
         self._word: list[tuple[str, str | None]] = []  # parts of the word that is being written, with their styles
         self._column = 0
         self._is_code = False
+        self._thoughts, self._is_thinking = stderr(), False
 
     @property
     def is_terminal(self) -> bool:
         return self._console.is_terminal
 
     def show(self, piece: Piece) -> None:
+        if piece.reasoning:
+            self._thoughts.out(printable(piece.reasoning), style=GREY, end="")
+            self._is_thinking = True
         self.write(piece.text, DRAFTED if self._color and piece.is_draft else None)
 
     def write(self, text: str, style: str | None = None) -> None:
         if not text:
             return
+        self._end_thought()
         self._last = text[-1]
         if not self._console.is_terminal:
             self._put(text, style)
@@ -145,6 +150,7 @@ class TextPrinter:
 
     def end(self) -> None:
         """End the current line, if any."""
+        self._end_thought()
         self._end_word()
         if self._last != "\n":
             self._put("\n", None)
@@ -167,6 +173,11 @@ class TextPrinter:
 
     def _put(self, text: str, style: str | None) -> None:
         self._console.out(text, style=style, end="")
+
+    def _end_thought(self) -> None:
+        if self._is_thinking:
+            self._thoughts.out("")
+        self._is_thinking = False
 
 
 def printable(text: str) -> str:

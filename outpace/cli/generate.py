@@ -136,6 +136,8 @@ def _record(result: Result, params: SamplingParams, precision: str, several: boo
         "sampling_params": {name: getattr(params, name) for name in SHOWN},
         **display.figures(result),
     }
+    if result.reasoning:
+        record["reasoning"] = result.reasoning
     if result.figures.predicted:
         record["accepted_prediction_tokens"] = result.figures.predicted_accepted
         record["rejected_prediction_tokens"] = result.figures.predicted_rejected

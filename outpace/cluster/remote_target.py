@@ -13,7 +13,7 @@ from typing import Any
 from outpace.api.params import SamplingParams, read_params
 from outpace.api.prompts import Prompt, tokens_of
 from outpace.api.stream import Result
-from outpace.api.text import Piece, StopStrings, TextAssembler
+from outpace.api.text import Piece, TextAssembler, assembler_of, thought_before
 from outpace.card import link
 from outpace.card.cache import CandidateLayer
 from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
@@ -85,9 +85,7 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
             message = request_message(request)
         except ValueError as error:
             raise UserError(f"the request cannot be sent: {error}") from None
-        hidden = own_ends.union(() if params.include_stop_str_in_output else params.stop_token_ids)
-        stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        text = TextAssembler(self.tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
+        text = assembler_of(params, self.tokenizer, thought_before(prompt, tokens, params, self.tokenizer))
         echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
         return RemoteStream(self, request, message, text, echo)
 
@@ -151,6 +149,7 @@ class RemoteStream:
         self._owner, self._request, self._message, self._text, self._echo = owner, request, message, text, echo
         self._tokens: list[int] = []  # already passed to `text`
         self._texts: list[str] = []
+        self._thoughts: list[str] = []
         self._steps: list[RoundStats] = []
         self._began, self._first, self._ended = time.perf_counter(), 0.0, 0.0
         self._reason: str | None = None
@@ -192,6 +191,7 @@ class RemoteStream:
             choice=self.choice,
             prompt_tokens=len(self._request.prompt),
             rounds=tuple(self._steps),
+            reasoning="".join(self._thoughts),
         )
 
     def _iterate(self) -> Generator[Piece, None, None]:
@@ -282,6 +282,7 @@ class RemoteStream:
 
     def _shown(self, piece: Piece) -> Piece:
         self._texts.append(piece.text)
+        self._thoughts.append(piece.reasoning)
         return piece
 
 

@@ -29,7 +29,7 @@ from outpace.server.request_body import (
 )
 from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
-from outpace.server.tool_calls import AnswerPart, parse_arguments, template_call, tool_options
+from outpace.server.tool_calls import AnswerPart, template_call, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta
 from outpace.tools.reasoning import ThoughtDelta
 
@@ -122,7 +122,7 @@ def conversation(body: PromptBody, service: Service) -> Conversation:
 
 
 def template_messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages for chat templates: content to text, arguments of calls to objects."""
+    """Convert messages for chat templates."""
     return [_template_message(message, f"messages.{number}") for number, message in enumerate(given)]
 
 
@@ -130,7 +130,7 @@ def _template_message(given: ChatMessage, place: str) -> dict[str, Any]:
     if given.role == "user" and not given.content and given.content != "":
         raise ApiError(400, "a user message has no content, it must be a string or a list of parts", param="messages")
     role = {"developer": "system", "function": "tool"}.get(given.role, given.role)
-    message = template_message(role, given.content, f"{place}.content")
+    message = template_message(role, given.content, f"{place}.content", keeps_parts=True)
     message["content"] = message["content"] or given.refusal or ""
     earlier = {"id": "", "type": "function", "function": given.function_call}
     if calls := given.tool_calls or ([earlier] if given.function_call else None):
@@ -142,18 +142,13 @@ def _template_message(given: ChatMessage, place: str) -> dict[str, Any]:
 
 
 def _template_call(given: dict[str, Any]) -> dict[str, Any]:
-    """Convert the arguments to an object. For a call without arguments, clients also send null or an empty string.
-
-    A call of another type, such as one of a custom tool, becomes a function call.
-    """
+    """Convert a call of another type, such as one of a custom tool, to a function call."""
     function, kind = given.get("function"), given.get("type")
     if not isinstance(function, dict) and isinstance(kind, str) and kind != "function":
         inner = given[kind] if isinstance(given.get(kind), dict) else {}
         arguments = {name: value for name, value in inner.items() if name != "name"}
         return template_call(given.get("id"), inner.get("name", kind), arguments)
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments") or "{}", str):
-        return given
-    return {**given, "function": {**function, "arguments": parse_arguments(text)}}
+    return given
 
 
 class ChatFormat(ChunkFormat):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -84,8 +84,11 @@ class ContentPart(TypedTurn):
     logprobs: list[Any] | None = None
 
 
-def template_message(role: str, content: str | list[Any] | None, place: str) -> dict[str, Any]:
-    """Return a message for chat templates, with the joined texts of its parts, and the assistant's thoughts.
+def template_message(
+    role: str, content: str | list[Any] | None, place: str, keeps_parts: bool = False
+) -> dict[str, Any]:
+    """Return a message for chat templates, with the texts of its parts, joined unless `keeps_parts`, and the
+    assistant's thoughts.
 
     `place` is the content's place in the body.
     """
@@ -95,7 +98,8 @@ def template_message(role: str, content: str | list[Any] | None, place: str) -> 
         refuse_media(role, part, f"{place}.{number}")
     texts = [part.text or "" for part in content if part.type in TEXTS or (part.unknown_type and part.text)]
     thoughts = [part.text for part in content if part.is_thought and part.text]
-    message = {"role": role, "content": "\n".join(texts)}
+    parts = [{"type": "text", "text": text} for text in texts]
+    message: dict[str, Any] = {"role": role, "content": parts if keeps_parts else "\n".join(texts)}
     return {**message, "reasoning_content": "\n".join(thoughts)} if thoughts and role == "assistant" else message
 
 
@@ -107,22 +111,6 @@ def refuse_media(role: str, turn: TypedTurn, place: str) -> None:
     if turn.has_media and role not in ("assistant", "tool"):
         why = f"{place}.type is {turn.unknown_type!r:.60}, but this server can show the model texts only"
         raise ApiError(400, why, param=place.partition(".")[0], code="invalid_value")
-
-
-def merged(messages: Sequence[Mapping[str, Any]], roles: Sequence[str]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of one of these roles: their texts, thoughts and calls."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        if not found or not found[-1]["role"] == message["role"] in roles:
-            found.append({**message})
-            continue
-        last = found[-1]
-        for name in ("content", "reasoning_content"):
-            if texts := [text for text in (last.get(name), message.get(name)) if text]:
-                last[name] = "\n".join(texts)
-        if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
-            last["tool_calls"] = calls
-    return found
 
 
 def _texts_in(value: Any, is_text: bool = True) -> Iterator[str]:

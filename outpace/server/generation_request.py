@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from outpace.api.llm import LLM, PreparedRequest
 from outpace.api.params import SamplingParams
+from outpace.models.text.template_form import text_of
 from outpace.server.choices import Choice
 from outpace.server.errors import ApiError, PromptTooLong
 from outpace.server.other_fields import agreed
@@ -146,9 +147,9 @@ def chat_request(
     context = tools.model.llm.target.model.max_positions
     reserved = min(max_tokens or DEFAULT_CHAT_TOKENS, context // ANSWER_SHARE)
     prompt = conversation.render_within(context - reserved) if shortens else conversation.render()
-    continued = conversation.messages[-1]["content"] if conversation.continues else ""
+    continued = text_of(conversation.messages[-1]["content"]) if conversation.continues else ""
     begin = tools.thought(prompt, continued)
-    if has_begun_text(continued):
+    if has_begun_text(continued, tools.model.marks):
         is_structured = structured_outputs is not None or (response_format or {}).get("type", "text") != "text"
         tools = tools.within_text(is_structured)
     most = min(max_tokens or DEFAULT_CHAT_TOKENS, max_answer_tokens(tools.model.llm, prompt))

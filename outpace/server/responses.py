@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from outpace.models.text.template_form import merged
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
-from outpace.server.content import ContentPart, TypedTurn, merged, refuse_media, template_message
+from outpace.server.content import ContentPart, TypedTurn, refuse_media, template_message
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import (
     Conversation,
@@ -21,7 +22,7 @@ from outpace.server.generation_request import (
 from outpace.server.request_body import MAX_LOGPROBS, Body, MaxTokens, SamplingBody, StreamOptions, Whole
 from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
-from outpace.server.tool_calls import parse_arguments, template_call, tool_options
+from outpace.server.tool_calls import template_call, tool_options
 from outpace.tools.calls import CallBegin
 
 ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -97,7 +98,7 @@ def template_messages(body: ResponsesBody) -> list[dict[str, Any]]:
     for number, item in enumerate(body.input):
         if item.type == "function_call":
             called.add(item.call_id)
-            call = template_call(item.call_id, item.name, parse_arguments(item.arguments or "{}"))
+            call = template_call(item.call_id, item.name, item.arguments)
             found.append({"role": "assistant", "content": "", "tool_calls": [call]})
             if item.unknown_type and item.output:  # another server has run it
                 found.append({**template_message("tool", item.output, ""), "tool_call_id": item.call_id or ""})

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure
-from outpace.server.content import merged
+from outpace.models.text.thought_marks import THINK, ThoughtMarks
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json
@@ -24,7 +22,6 @@ from outpace.tools.definitions import Tool, ToolChoice
 from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_tokens
 
 BILLING = re.compile(r"\s*x-anthropic-billing-header:([ \t]*([^;\s]+;|[\w.-]+=\S*))*[ \t]*[\r\n]*")
-TAIL_TOKENS = 32  # at a prompt's end, in which its template may open a thought
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments
 
 
@@ -68,9 +65,13 @@ class ChatModel:
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.tokenizer = llm, options, llm.tokenizer
         self.call_format = definitions.call_format_of(llm.tokenizer, options.tool_parser)
-        self.has_thoughts = reasoning.has_thoughts(llm.tokenizer)
         self.recommended = llm.target.recommended_sampling(options.generation_config)
         self.default_sampling = {"temperature": 1.0, **self.recommended}
+
+    @property
+    def marks(self) -> ThoughtMarks:
+        """The marks of thoughts that are looked for in an answer that has some."""
+        return self.tokenizer.thought_marks or THINK
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -98,13 +99,7 @@ class ToolOptions:
             elif self.choice.kind == "auto":
                 why = "this model's chat template ignores tools: start the server with --tool-prompt or set tool_choice"
                 raise ApiError(400, why, param="tools", code="tools_not_supported")
-        try:
-            return tuple(model.tokenizer.chat(messages, **values))
-        except UserError as error:
-            for adapted in (strict := _for_strict_template(messages), merged(strict, ["user", "assistant"])):
-                with suppress(UserError):
-                    return tuple(model.tokenizer.chat(adapted, **values))
-            raise error
+        return tuple(model.tokenizer.chat(messages, **values))
 
     def within_text(self, is_structured: bool) -> ToolOptions:
         """Return the options for an answer that continues a text; raise ApiError if it must be a whole answer."""
@@ -117,8 +112,7 @@ class ToolOptions:
 
     def thought(self, prompt: Sequence[int], continued: str) -> Thought:
         """Return whether the answer begins within a thought; `continued` is the text that it continues."""
-        tail = self.model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
-        return reasoning.thought_after(tail, self.model.has_thoughts, continued)
+        return reasoning.thought_of(self.model.tokenizer, prompt, continued)
 
     def constraints(self, begin: Thought, response_format: Any, structured_outputs: Any) -> dict[str, Any]:
         """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""
@@ -143,16 +137,18 @@ class ToolOptions:
 
     def splitter(self, begin: Thought) -> Callable[[], TextSplitter]:
         """Return a factory of splitters for the choices of a prompt."""
-        has_calls = self.choice.kind != "none"
+        has_calls, marks = self.choice.kind != "none", self.model.marks
         return lambda: TextSplitter(
-            None if begin is Thought.NONE else ReasoningParser(begin),
+            None if begin is Thought.NONE else ReasoningParser(begin, marks),
             CallParser(self.model.call_format, self.tools) if has_calls else None,
         )
 
     def thought_counter(self, begin: Thought) -> Callable[[Sequence[int]], int] | None:
         """Return a function that counts the reasoning tokens of an answer; None if it does not reason."""
-        spelled = self.model.tokenizer.spelled
-        return None if begin is Thought.NONE else lambda tokens: thought_tokens(map(spelled, tokens), begin.is_open)
+        spelled, marks = self.model.tokenizer.spelled, self.model.marks
+        if begin is Thought.NONE:
+            return None
+        return lambda tokens: thought_tokens(map(spelled, tokens), begin.is_open, marks)
 
 
 def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -160,34 +156,13 @@ def _without_billing(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     found = []
     for message in messages:
         content = message["content"]
-        if message["role"] == "system" and isinstance(content, str) and (line := BILLING.match(content)):
-            message = {**message, "content": content[line.end() :]}
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if message["role"] == "system" and parts and (line := BILLING.match(parts[0]["text"])):
+            rest = parts[0]["text"][line.end() :]
+            kept = [{"type": "text", "text": rest}, *parts[1:]] if rest else parts[1:]
+            message = {**message, "content": kept if isinstance(content, list) else rest}
         found += [message] if message["content"] or not content else []
     return found
-
-
-def _for_strict_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Adapt a conversation to strict chat templates.
-
-    They accept one system message, at the beginning, and (Mistral's) only call ids of nine letters and digits.
-    """
-    system = "\n\n".join(str(message["content"]) for message in messages if message.get("role") == "system")
-    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for message in messages:
-        if message.get("role") == "system":
-            continue
-        changed = dict(message)
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
-        if "tool_call_id" in message:
-            changed["tool_call_id"] = _short_id(message["tool_call_id"])
-        found.append(changed)
-    return found
-
-
-def _short_id(call_id: Any) -> str:
-    text = str(call_id)
-    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(text.encode()).hexdigest()[:9]
 
 
 def tool_options(model: ChatModel, tools: Any, choice: Any, parallel: bool | None) -> ToolOptions:

@@ -12,9 +12,9 @@ from outpace.core.errors import UserError
 from outpace.grammar import schema
 from outpace.grammar.schema import resolved, types_of
 from outpace.grammar.structure import FREE_WHITESPACE, Structure, quoted, schema_of
+from outpace.models.text.thought_marks import THINK
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.definitions import ARGS, CallFormat, Tool, ToolChoice
-from outpace.tools.reasoning import CLOSE, OPEN
+from outpace.tools.definitions import CallFormat, Tool, ToolChoice
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _EXCLUSIVE = {"coerce_one_of": True}  # branches exclude one another, see schema.py
@@ -44,7 +44,7 @@ def structure_of(
     """
     begin = ["start: thought answer", thought] if thought else ["start: answer"]
     if choice.kind == "none" or not tools:
-        return replace(form, around="\n".join([*begin, "answer: @form"])) if form and thought else form
+        return after_thought(form, thought) if form and thought else form
     offered = [tool for tool in tools if choice.name in (None, tool.name)]
     is_forced = choice.kind in ("required", "named")
     several = parallel and choice.kind != "named"
@@ -59,17 +59,26 @@ def structure_of(
     return replace(form, around="\n".join([*begin, *calls.instead_of(form)]), fallback=fallback)
 
 
+def after_thought(form: Structure, thought: str) -> Structure:
+    """Return the form of an answer after a thought, whose rules are those of `thought_rules`."""
+    return replace(form, around=f"start: thought answer\n{thought}\nanswer: @form")
+
+
 def thought_rules(tokenizer: Tokenizer, is_open: bool) -> str:
-    """Return the Lark rule `thought`: all text up to </think>, and the white space after it.
+    """Return the Lark rule `thought`: all text up to the mark that ends a thought, and what is between it and the
+    answer.
 
     `is_open`: the prompt has begun a thought, so the answer must end it. Otherwise, the thought is optional.
     """
-    close = _mark(tokenizer, CLOSE)
-    is_special = _is_special(close)
-    thought = f"{_ANY} {close}" if is_special else "thinking"
-    rest = "" if is_special else f"\nthinking[lazy]: {_ANY} {close}"
-    whole = f"{thought} /[ \\n]*/" if is_open else f"({_mark(tokenizer, OPEN)} {thought} /[ \\n]*/)?"
-    return f"thought: {whole}{rest}"
+    marks, space = tokenizer.thought_marks or THINK, r"/[ \n]*/"
+    end = _mark(tokenizer, marks.end)
+    rules = [] if _is_special(end) else [f"thinking[lazy]: {_ANY} {end}"]
+    thought = f"{_ANY} {end} {space}" if _is_special(end) else f"thinking {space}"
+    whole = thought if is_open else f"({_mark(tokenizer, marks.start)} {thought})?"
+    if marks.begins:
+        whole += f" (answer_begin {space})*"
+        rules.append("answer_begin: " + " | ".join(_mark(tokenizer, text) for text in marks.begins))
+    return "\n".join([f"thought: {whole}", *rules])
 
 
 class _Calls:
@@ -180,7 +189,7 @@ class _Calls:
             arguments = f"arguments_{number}"
             rules.append(f"{arguments}: %json {self._parameters(tool, options)}")
             if self._family.body == "args":
-                written = f"{quoted(tool.name)} {_mark(self._tokenizer, ARGS)} {arguments}"
+                written = f"{quoted(tool.name)} {_mark(self._tokenizer, self._family.args)} {arguments}"
             else:
                 head = f"{{{quoted('name')}: {quoted(tool.name)}, {quoted(self._family.arguments)}: "
                 written = f"{quoted(head)} {arguments} {quoted('}')}"
@@ -258,9 +267,10 @@ def _head(tool: Tool) -> str:
 
 
 def _mark(tokenizer: Tokenizer, text: str) -> str:
-    """Return the grammar's term for a mark: its id if it is a special token, else its text."""
-    index = tokenizer.id_of(text)
-    return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else quoted(text)
+    """Return the grammar's terms for a mark: the ids of special tokens in it, and the text of other parts."""
+    special = tokenizer.special_ids
+    found = ((tokenizer.id_of(part), part) for part in tokenizer.split_at_added(text))
+    return " ".join(f"<[{index}]>" if index in special else quoted(part) for index, part in found)
 
 
 def _is_special(mark: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from outpace.tools.call_scanners import BEGIN_TAG, MAX_TAG, TAG_STARTS, CallScanner, Stage, TagScanner
-from outpace.tools.definitions import MISTRAL, CallFormat, Tool
+from outpace.tools.definitions import HARMONY, MISTRAL, CallFormat, Tool
 
 FENCES = ("```", "~~~")  # a Markdown fence begins with at least three of these
 MAX_FENCE = 80  # characters of the line that begins a fence
@@ -15,9 +15,13 @@ MAX_DEPTH = 4  # marks before one call
 MAX_SPACE = 256  # characters of white space that are held back
 _FENCE_LINE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})([^\n]*)")
 _LANGUAGE = re.compile(r"[\w.+#-]+[ \t]*")  # it must follow a fence that does not begin a line
+_NAMED = (MISTRAL.start, *HARMONY.frames)  # marks after which a call's name may be written
 _LIST = re.compile(r"\[\s*\{?")
-_NAME_MARK = re.compile(r"([\w./-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*\{")  # Mistral's name of a call
-_NAME_BEGUN = re.compile(r"[\w./-]+(?:\[[A-Z_]*\]?\w*){0,2}\s*")
+# The name of a call before its arguments: Mistral's, and that of gpt-oss.
+_NAME_MARK = re.compile(
+    r"([\w./-]+)(?:(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?|(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*<\|message\|>)\s*\{"
+)
+_NAME_BEGUN = re.compile(r"[\w./-]+(?:(?:\[[A-Z_]*\]?\w*){0,2}|(?:\s*<?\|?\w*\|?>?\w*){0,3})\s*")
 
 
 class TextDelta(NamedTuple):
@@ -127,7 +131,7 @@ class CallParser:
         is_first, takes_unmarked = self._read == self._in_text, self._family.takes_unmarked
         may_be_bare = takes_unmarked and not self._fence and self._starts_line(space)
         may_be_bare = may_be_bare if is_first else takes_unmarked or self._has_mark
-        is_mistral = not is_first and MISTRAL.start in self._raw
+        is_named = not is_first and any(start in self._raw for start in _NAMED)
         if begun == "{" and may_be_bare:
             self._begin_call(CallScanner(is_strict=not self._has_mark))
         elif begun in self._frames:
@@ -143,10 +147,10 @@ class CallParser:
             return not self._fence and self._open_fence(begun, self._starts_line(space))
         elif begun[0] == "<" and self._family.takes_tags:
             return self._open_tag(begun)
-        elif is_mistral and (named := _NAME_MARK.fullmatch(begun)):
+        elif is_named and (named := _NAME_MARK.fullmatch(begun)):
             self._begin_call(CallScanner(named[1]))
         else:
-            return is_mistral and bool(_NAME_BEGUN.fullmatch(begun))
+            return is_named and bool(_NAME_BEGUN.fullmatch(begun))
         return True
 
     def _open_fence(self, begun: str, is_line_start: bool) -> bool:

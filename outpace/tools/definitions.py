@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.text.template_form import text_of
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -18,8 +19,8 @@ class CallFormat:
     """How a model writes tool calls, and which other forms of calls are accepted in its answers.
 
     A call is written between the marks `start` and `end`; without a `start` mark, the whole answer is the call. `body`
-    is the form between the marks: `json` (one JSON object), `list` (a JSON list of all calls), `args` (the name, a mark
-    and the arguments), or `xml` (tags for the function and its parameters).
+    is the form between the marks: `json` (one JSON object), `list` (a JSON list of all calls), `args` (the name, the
+    mark `args` and the arguments), or `xml` (tags for the function and its parameters).
     """
 
     name: str
@@ -27,6 +28,7 @@ class CallFormat:
     end: str = ""
     body: str = "json"
     arguments: str = "arguments"  # the field's name
+    args: str = ""
     between: str = "\n"  # separates several calls
     keeps_special: bool = False  # the marks may be special tokens, whose text answers omit by default
     marks: tuple[tuple[str, str], ...] = ()  # more pairs of marks that may enclose a call
@@ -54,10 +56,19 @@ LLAMA = CallFormat(
     takes_tags=True,
 )
 MISTRAL = CallFormat("mistral", "[TOOL_CALLS]", body="list", between=", ", keeps_special=True)
-MISTRAL_ARGS = replace(MISTRAL, body="args", between="")
+MISTRAL_ARGS = replace(MISTRAL, body="args", args=ARGS, between="")
+HARMONY = CallFormat(  # gpt-oss; each call ends the answer
+    "openai",
+    "<|channel|>commentary to=functions.",
+    body="args",
+    args=" <|constrain|>json<|message|>",
+    between="",
+    keeps_special=True,
+    marks=(("to=functions.", ""),),  # after the mark of a new message
+)
 TAGS = CallFormat("tools", "<tools>\n", "\n</tools>")
 XML = CallFormat("xml", "<tool_call>\n", "\n</tool_call>", body="xml", takes_tags=True)
-FORMATS = {family.name: family for family in (HERMES, JSON, LLAMA, MISTRAL, TAGS, XML)}
+FORMATS = {family.name: family for family in (HERMES, JSON, LLAMA, MISTRAL, TAGS, XML, HARMONY)}
 AUTO = "auto"
 
 
@@ -83,6 +94,8 @@ def _own_format(tokenizer: Tokenizer) -> CallFormat:
         return XML
     if "<tool_call>" in template:
         return HERMES
+    if "<|channel|>commentary" in template:
+        return HARMONY
     if tokenizer.id_of(MISTRAL.start) is not None:
         return MISTRAL
     return LLAMA if tokenizer.id_of(PYTHON_TAG) is not None else JSON
@@ -193,7 +206,7 @@ def with_tool_prompt(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool
     )
 
     if messages and messages[0].get("role") == "system":
-        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{prompt}".strip()}
+        first = {**messages[0], "content": f"{text_of(messages[0].get('content'))}\n\n{prompt}".strip()}
         return [first, *messages[1:]]
     return [{"role": "system", "content": prompt}, *messages]
 
@@ -204,7 +217,7 @@ def _example(family: CallFormat) -> str:
     if family.body == "list":
         call = f"[{call}]"
     elif family.body == "args":
-        call = f"...{ARGS}{{...}}"
+        call = f"...{family.args}{{...}}"
     elif family.body == "xml":
         call = "<function=...>\n<parameter=...>\n...\n</parameter>\n</function>"
     return f"{family.start}{call}{family.end}"

@@ -1,16 +1,18 @@
-"""Separates a thought before the answer, between <think> and </think>, from the streamed text."""
+"""Separates a thought before the answer from the streamed text, by the marks that the model writes around it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import codecs
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from outpace.models.files.special_tokens import THOUGHT_BEGIN as OPEN
-from outpace.models.files.special_tokens import THOUGHT_END as CLOSE
+from outpace.models.text.thought_marks import THINK, ThoughtMarks
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.call_scanners import held_back
 from outpace.tools.calls import TextDelta, merge_deltas
+
+TAIL_TOKENS = 32  # at a prompt's end, in which its template may begin a thought
 
 
 class Thought(Enum):
@@ -37,86 +39,130 @@ def has_thoughts(tokenizer: Tokenizer) -> bool:
 
     Tokens for the marks do not show it: models that do not think share vocabularies with models that do.
     """
-    return CLOSE in tokenizer.template_text
+    return tokenizer.thought_marks is not None
 
 
 def hides_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether the marks are special tokens, which decoded text omits by default."""
-    return not tokenizer.special_ids.isdisjoint({tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)})
+    """Return whether marks of thoughts are special tokens, which decoded text omits by default."""
+    return bool(tokenizer.thought_ids)
 
 
-def thought_after(prompt: str, thinks: bool, continued: str = "") -> Thought:
+def thought_of(tokenizer: Tokenizer, prompt: Sequence[int], continued: str = "") -> Thought:
+    """Return whether the answer to a rendered conversation begins within a thought; see `thought_after`."""
+    marks, tail = tokenizer.thought_marks, tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
+    return thought_after(tail, marks is not None, continued, marks or THINK)
+
+
+def thought_after(prompt: str, thinks: bool, continued: str = "", marks: ThoughtMarks = THINK) -> Thought:
     """Return whether the answer to a prompt begins within a thought.
 
     `prompt`: the text of the prompt, or its end. `thinks`: the model may write thoughts. `continued`: the text of the
     last message, if the answer continues it.
     """
-    if continued.rfind(OPEN) > continued.rfind(CLOSE):
+    if continued.rfind(marks.start) > continued.rfind(marks.end):
         return Thought.CONTINUED
-    if has_begun_text(continued):
+    if has_begun_text(continued, marks):
         return Thought.NONE
-    if prompt.rstrip().endswith(OPEN):
+    text = prompt.rstrip()
+    if text.endswith(marks.start):
         return Thought.BEGUN
-    is_closed = prompt.rstrip().endswith(CLOSE)  # templates turn reasoning off by an empty thought
+    for begin in reversed(marks.begins):
+        text = text.removesuffix(begin).rstrip()
+    # Templates turn reasoning off by an empty thought, or by its end alone unless this ends all messages.
+    is_empty = text.removesuffix(marks.end).rstrip().endswith(marks.start)
+    is_closed = text.endswith(marks.end) and (is_empty or marks.end not in marks.ends)
     return Thought.OPTIONAL if thinks and not is_closed else Thought.NONE
 
 
-def has_begun_text(continued: str) -> bool:
+def has_begun_text(continued: str, marks: ThoughtMarks = THINK) -> bool:
     """Return whether a message to be continued has any text outside of thoughts."""
-    text = continued.rpartition(CLOSE)[2]
-    return bool(text.strip()) and OPEN not in text
+    text = continued.rpartition(marks.end)[2]
+    return bool(text.strip()) and marks.start not in text
 
 
-def thought_tokens(spelled: Iterable[bytes], is_open: bool) -> int:
-    """Count the first tokens of an answer, given as bytes, that belong to its thought, including the marks."""
-    text, count = b"", 0
-    for piece in spelled:
-        text += piece
-        begun = text.lstrip()[: len(OPEN)]
-        if not is_open and not OPEN.encode().startswith(begun):
-            return 0
-        count += 1
-        if CLOSE.encode() in text[-len(CLOSE) - len(piece) :]:
-            return count
-    return count if is_open or OPEN.encode() == text.lstrip()[: len(OPEN)] else 0
+def thought_tokens(spelled: Iterable[bytes], is_open: bool, marks: ThoughtMarks = THINK) -> int:
+    """Count the first tokens of an answer, given as bytes, that belong to its thoughts, including the marks."""
+    parser = ReasoningParser(Thought.BEGUN if is_open else Thought.OPTIONAL, marks)
+    utf8, count = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    for number, piece in enumerate(spelled, 1):
+        was_open = parser.is_open
+        deltas = parser.push(utf8.decode(piece))
+        if was_open or parser.is_open or any(isinstance(delta, ThoughtDelta) for delta in deltas):
+            count = number
+        elif parser.is_over:
+            break
+    return count
 
 
 class ReasoningParser:
     """Splits a streamed text into thought and text, character by character."""
 
-    def __init__(self, thought: Thought = Thought.OPTIONAL) -> None:
+    def __init__(self, thought: Thought = Thought.OPTIONAL, marks: ThoughtMarks = THINK) -> None:
         """`thought`: whether the text begins within a thought."""
-        self._is_open, self._held = thought.is_open, ""
+        self._marks, self._held = marks, ""
+        self.is_open = thought.is_open  # within a thought
+        self._is_between = not self.is_open  # before a thought or a part of the answer
+        self._ends: tuple[str, ...] = ()  # marks that may end this part of the answer
         # At the beginning, or right after the thought: white space there is dropped.
         self._is_start = thought is not Thought.CONTINUED
+        self._written: set[type] = set()  # kinds of pieces so far
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the text belongs to the answer, without marks."""
+        return not (self.is_open or self._is_between or self._ends)
 
     def push(self, text: str) -> list[ThoughtDelta | TextDelta]:
-        return merge_deltas(delta for character in text for delta in self._step(character))
+        deltas: list[ThoughtDelta | TextDelta] = []
+        for place, character in enumerate(text):
+            if self.is_over and not self._held:
+                deltas.append(TextDelta(text[place:]))
+                break
+            deltas += self._step(character)
+        return merge_deltas(deltas)
 
     def finish(self) -> list[ThoughtDelta | TextDelta]:
         rest, self._held = self._held, ""
-        return self._emit(rest)
+        is_cut = self._is_between and rest.lstrip().startswith(self._marks.heads or ("\0",))
+        return [] if is_cut else self._emit(rest)
 
     def _step(self, character: str) -> list[ThoughtDelta | TextDelta]:
         self._held += character
-        if self._is_open and self._is_start and OPEN.startswith(begun := self._held.lstrip()):
-            self._held = "" if begun == OPEN else self._held  # some models repeat the mark of the prompt
+        begun = self._held.lstrip()
+        if self._is_between and self._may_begin(begun):
             return []
-        mark = CLOSE if self._is_open else OPEN
-        if not (self._is_open or self._is_start):
-            return self.finish()  # no mark can follow
-        if self._held.endswith(mark):
+        if self.is_open and self._is_start and self._marks.start.startswith(begun):
+            self._held = "" if begun == self._marks.start else self._held  # some models repeat the mark of the prompt
+            return []
+        ends = (self._marks.end,) if self.is_open else self._ends
+        if mark := next(filter(self._held.endswith, ends), None):
             deltas = self._emit(self._held[: -len(mark)])
-            self._held, self._is_open, self._is_start = "", not self._is_open, True
+            self._held, self.is_open, self._is_between, self._is_start, self._ends = "", False, True, True, ()
             return deltas
-        free = len(self._held) - held_back(self._held, mark)
+        free = len(self._held) - max((held_back(self._held, mark) for mark in ends), default=0)
         before, self._held = self._held[:free], self._held[free:]
         return self._emit(before)
+
+    def _may_begin(self, begun: str) -> bool:
+        """Read the beginning of a thought or of the answer; return False if the answer's text has begun."""
+        marks = self._marks
+        if begun == marks.start:
+            self._held, self.is_open, self._is_between = "", True, False
+        elif begun in marks.begins:
+            self._held, self._ends = "", marks.ends
+        else:
+            self._is_between = any(mark.startswith(begun) for mark in (marks.start, *marks.begins))
+            return self._is_between
+        return True
 
     def _emit(self, text: str) -> list[ThoughtDelta | TextDelta]:
         if self._is_start:
             text = text.lstrip()
         if not text:
             return []
+        kind = ThoughtDelta if self.is_open else TextDelta
+        if self._is_start and kind in self._written:  # another thought, or another part of the answer
+            text = f"\n{text}"
         self._is_start = False
-        return [ThoughtDelta(text) if self._is_open else TextDelta(text)]
+        self._written.add(kind)
+        return [kind(text)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
 # Ends of turns, messages and documents, as in llama.cpp: each ends an answer, even if the model's files do not say so.
 ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),

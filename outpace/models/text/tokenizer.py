@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,12 @@ from outpace.models.files import tokenizer_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
-from outpace.models.files.special_tokens import INFILL_MARKS, THOUGHT_BEGIN, InfillTokens, ends_among
+from outpace.models.files.special_tokens import INFILL_MARKS, InfillTokens, ends_among
 from outpace.models.files.tokenizer_folder import named_templates, token_text
 from outpace.models.text.chat_template import ChatTemplate
+from outpace.models.text.template_form import PROBED_TOOL, TemplateForm
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
+from outpace.models.text.thought_marks import KNOWN, THINK, ThoughtMarks, find_marks
 
 if TYPE_CHECKING:
     import tokenizers
@@ -56,6 +58,7 @@ class Tokenizer:
         named = tokenizer_folder.named_tokens(settings)
         self.special_texts = {name: text for name, token in named.items() if (text := token_text(token))}
         self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
+        self._forms: dict[str, TemplateForm] = {}
         self._stream = self._stream_factory()
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = self.id_of(self.special_texts.get("bos_token"))
@@ -108,6 +111,10 @@ class Tokenizer:
         first = self._inner(pieces[0]) if is_inner else self.continuation(pieces[0])
         return [*first, *(token for piece in pieces[1:] for token in self._inner(piece))]
 
+    def split_at_added(self, text: str) -> list[str]:
+        """Split a text into the added tokens that are written out in it, and what is between them."""
+        return [part for part in re.split(f"({self._special_words.pattern})", text) if part]
+
     def _inner(self, text: str) -> list[int]:
         """Encode a text without the space that SentencePiece tokenizers put before one."""
         line = self.continuation("\n")  # no token continues a line break with other characters
@@ -153,17 +160,46 @@ class Tokenizer:
     ) -> str:
         """Render the conversation with the chat template; `values` (tools, ...) are passed to it.
 
-        `continue_final_message`: the answer continues the last message, which must be the assistant's.
-        Raises UserError if the model has no chat template or the template refuses the messages.
+        Messages are put in the form that the template takes, see `TemplateForm`. `continue_final_message`: the answer
+        continues the last message, which must be the assistant's. Raises UserError if the model has no chat template or
+        the template refuses the messages.
         """
         if continue_final_message:
             return self._render_begun(messages, values)
-        values = {"tools": None, "documents": None, **self.special_texts, **values}
-        name = "tool_use" if values["tools"] is not None and "tool_use" in self._templates else "default"
+        values = {**self._default_values, **values, "add_generation_prompt": add_generation_prompt}
+        name = self._template_name(values)
         if name not in self._templates:
             others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
             raise UserError(f"this model has no chat template{others}: give it text as it is, --raw")
-        return self._templates[name].render(messages, add_generation_prompt=add_generation_prompt, **values)
+        return self._form(name).rendered(messages, partial(self._templates[name].render, **values))
+
+    @property
+    def _default_values(self) -> dict[str, Any]:
+        return {"tools": None, "documents": None, **self.special_texts}
+
+    def _template_name(self, values: Mapping[str, Any]) -> str:
+        return "tool_use" if values.get("tools") is not None and "tool_use" in self._templates else "default"
+
+    def _form(self, name: str) -> TemplateForm:
+        """Return the form of messages that the template of this name takes."""
+        if name not in self._forms:
+            values = self._default_values | ({"tools": [PROBED_TOOL]} if name == "tool_use" else {})
+            self._forms[name] = TemplateForm(partial(self._templates[name].render, **values))
+        return self._forms[name]
+
+    @cached_property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The marks of the model's thoughts; None if its chat template does not show that it writes some."""
+        added = {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
+        ends = {text for text in added if self.id_of(text) in self.stop_ids}
+        return find_marks(self.template_text, self._form("default") if self.has_template else None, added, ends)
+
+    @cached_property
+    def thought_ids(self) -> frozenset[int]:
+        """The special tokens that write the marks of thoughts; decoded text omits them by default."""
+        marks = self.thought_marks.texts if self.thought_marks else ()
+        words = {index: self._tokenizer.id_to_token(index) for index in self.special_ids}
+        return frozenset(index for index, word in words.items() if any(word in mark or mark in word for mark in marks))
 
     def _render_begun(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
         """Render a conversation up to the end of its last message's text, which the answer continues."""
@@ -173,9 +209,10 @@ class Tokenizer:
         text = content[-1].get("text") if content and isinstance(content[-1], Mapping) else None
         if last.get("role") != "assistant" or not isinstance(text, str) or last.get("tool_calls"):
             raise UserError("only a text of the assistant, without tool calls, can be continued as the last message")
-        if text.lstrip().startswith(THOUGHT_BEGIN):  # templates move or drop a thought in a message
+        start = (self.thought_marks or THINK).start
+        if text.lstrip().startswith(start):  # templates move or drop a thought in a message
             begun = self.render(before, **values)
-            opened = begun.rstrip().removesuffix(THOUGHT_BEGIN)
+            opened = begun.rstrip().removesuffix(start)
             return (opened if opened != begun.rstrip() else begun) + text
         content[-1] = {**content[-1], "text": text + CUT}  # so that the template trims nothing from the text's end
         marked = {**last, "content": content if isinstance(parts, list) else text + CUT}
@@ -190,8 +227,13 @@ class Tokenizer:
             template.close()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> list[int]:
-        """Encode the conversation up to the start of the answer; only the template adds special tokens."""
-        return self._encode(self.render(messages, **values), add_special=False)
+        """Encode the conversation up to the start of the answer; only the template adds special tokens.
+
+        Raises UserError also if the template shows no form of a message's content, so that its text would be lost.
+        """
+        rendered = self.render(messages, **values)
+        self._form(self._template_name(values)).check_shown(messages, rendered)
+        return self._encode(rendered, add_special=False)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode `text` as a user's message, or as plain text if no chat template accepts it."""
@@ -301,7 +343,9 @@ class Tokenizer:
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """Return the ids that end an answer: those named by the model's files, and those found by their usual texts."""
         added = self._tokenizer.get_added_tokens_decoder()
-        found = ends_among({token.content: index for index, token in added.items()}, self.special_ids)
+        inner = {marks.end for marks in KNOWN if marks.start in self.template_text}  # ends of thoughts, not of answers
+        texts = {token.content: index for index, token in added.items() if token.content not in inner}
+        found = ends_among(texts, self.special_ids)
         bos = self.special_ids & {self.bos_id}  # begins another text
         ids = {self.id_of(self.special_texts.get("eos_token")), *named, *found, *bos}
         there = [index for index in ids if index is not None and 0 <= index < self.size]
