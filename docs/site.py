@@ -57,7 +57,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def examples(folder: Path) -> str:
     """One page of all scripts."""
-    parts = ["# Examples\n\nEach script takes a model as its argument; without one it uses the shipped model.\n"]
+    parts = [
+        "# Examples\n\nThe first line of each script says how to run it. Without a model it uses the shipped one.\n"
+    ]
     for script in sorted(folder.glob("*.py")):
         parts.append(f"## {script.name}\n\n```python\n{script.read_text()}```\n")
     return "\n".join(parts)
