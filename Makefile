@@ -12,6 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
+	@echo "==> next: . .venv/bin/activate, then outpace chat; docs/start.md goes on from there"
 
 test: .venv/installed-dev  # runs the tests in JOBS=2 processes
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal
@@ -50,6 +51,7 @@ bench: .venv/installed-bench  # compares plain decoding with transformers
 
 docs: .venv/installed-docs  # builds the site in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+	@echo "==> open build/site/index.html"
 
 methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
 	.venv/bin/outpace methods --markdown > docs/methods.md

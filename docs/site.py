@@ -24,6 +24,7 @@ PAGES = {  # file of the repository -> page of the site
     "examples": "examples.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the plugin `offline` loads; docs/offline.js does the same
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -39,6 +40,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Every link in a page's text, as it leads on the site."""
     name = page.file.src_uri
+    if name == "index.md":
+        page.meta["hide"] = ["navigation"]
     source = SOURCES.get(name, f"docs/{name}")
 
     def led(found: re.Match[str]) -> str:
@@ -55,9 +58,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return LINK.sub(led, markdown)
 
 
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The page without a script from another site."""
+    return output.replace(SHIM, "offline.js")
+
+
 def examples(folder: Path) -> str:
     """One page of all scripts."""
-    parts = ["# Examples\n\nEach script takes a model as its argument; without one it uses the shipped model.\n"]
+    parts = [
+        "# Examples\n\nThe first line of each script says how to run it. Without a model it uses the shipped one.\n"
+    ]
     for script in sorted(folder.glob("*.py")):
         parts.append(f"## {script.name}\n\n```python\n{script.read_text()}```\n")
     return "\n".join(parts)

@@ -13,7 +13,9 @@ import pytest
 from versions import is_dated, versions
 
 import outpace
+from outpace.cli.main import COMMANDS
 from outpace.cli.methods import page as methods_page
+from outpace.models.files.pairs import DRAFT_FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = (
@@ -108,12 +110,46 @@ def test_the_readme_names_the_two_commands() -> None:
 
 
 def test_the_readme_keeps_its_order() -> None:
-    """The gain first, then what a new user needs, in the order of need."""
+    """What to expect, then what a new user needs, in the order of need; figures after it."""
     text = (REPOSITORY / "README.md").read_text()
-    heads = ("Install", "Five lines", "Commands", "The text is the same", "What it supports", "What it cannot do yet")
-    places = [text.index(f"\n## {head}\n") for head in (*heads, "Papers")]
+    first, last = ("Install", "Chat", "Serve", "Five lines", "Speed", "CARD"), ("What it cannot do yet", "Papers")
+    heads = (*first, "Commands", "The text is the same", "What it supports", *last)
+    places = [text.index(f"\n## {head}\n") for head in heads]
     assert places == sorted(places)
-    assert text.index("--method auto") < text.index("\n## CARD\n") < places[0]
+    assert text.index("What to expect") < places[0]
+
+
+def test_the_table_of_drafts_is_that_of_the_code() -> None:
+    found: dict[str, list[str]] = {}
+    for family in DRAFT_FAMILIES:
+        draft = f"`{family.draft}`" + (f" ({family.suffix})" if family.suffix else "")
+        found.setdefault(family.name, []).append(draft)
+    rows = re.findall(r"^\| ([^|]+) \| (`.*) \|$", (REPOSITORY / "docs" / "which-draft.md").read_text(), re.MULTILINE)
+    assert rows == [(name, ", ".join(drafts)) for name, drafts in found.items()]
+
+
+def unknown_messages(text: str, code: str) -> Iterator[str]:
+    """Yield the parts of messages in the first column of a table that the code does not write."""
+    code = re.sub(r'"\s*f?"', "", code)  # adjacent strings are one
+    for message in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE):
+        yield from (part for part in re.split(r" ?\.\.\. ?", message) if part not in code)
+
+
+def test_the_messages_that_are_explained_are_those_of_the_code() -> None:
+    text = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+    assert len(re.findall(r"^\| `", text, re.MULTILINE)) >= 10
+    assert not list(unknown_messages(text, CODE + (REPOSITORY / "Makefile").read_text()))
+    assert list(unknown_messages("| `no model ... loved` | x |", 'f"no" " model"')) == ["loved"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/troubleshooting.md", "docs/which-draft.md"])
+def test_commands_and_flags_for_new_users_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text()
+    assert set(re.findall(r"(?:\$ |`|^    )outpace ([a-z-]+)", text, re.MULTILINE)) <= set(COMMANDS)
+    flags = re.findall(r"outpace [a-z-]+ [^\n]*|`--[a-z-]+", text)
+    names = {name.replace("-", "_") for line in flags for name in re.findall(r"--([a-z][a-z-]+)", line)}
+    assert names
+    assert not [name for name in names - {"help", "help_all"} if not re.search(rf"\b{name}\b", CODE)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

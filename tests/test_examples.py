@@ -34,3 +34,13 @@ def test_an_example_runs(
     finally:
         torch.set_num_threads(threads)
     assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
+def test_a_draft_worker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'error: a draft worker needs the extra remote' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(SystemExit, match="needs the extra remote"):
+        runpy.run_path(str(EXAMPLES[0].with_name("two_machines.py")), run_name="__main__")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -426,3 +428,9 @@ def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
     assert str(found[0].start_date) == "2024-03-01 10:00"
     assert found[0].item_id == "a"
     assert found[0].quantile(0.9).shape == (6,)
+
+
+def test_without_its_extra_the_library_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.core.errors.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"outpace\.timeseries needs the extra timeseries: `pip install"):
+        importlib.reload(sys.modules["outpace.timeseries"])

@@ -26,11 +26,8 @@ A method decides when and where drafting happens, a drafter what is proposed, a 
 some of it for speed, and their answers are marked as lossy. Each option is a flag of the command line and an argument
 of the library. It is shown with its default if that is a value; the text below the options explains other defaults.
 
-A *pass* is a forward of the target, a *draft step* one of the draft model; a *round* is one pass with the drafting
-for it, and costs are those of one round. Proposed tokens form a *tree* (a *chain* where there is one branch), whose
-*root* is the last committed token. p and q are the probabilities of target and draft. Drafts are *drawn* (sampled from
-q) or *picked* (chosen otherwise, as the likeliest or by copying). Some drafters work *in parallel with the target*,
-while its pass runs; the other terms of these methods are in [card.md](card.md).
+Costs are those of one round. p and q are the probabilities of target and draft. Drafts are *drawn* (sampled from q) or
+*picked* (chosen otherwise, as the likeliest or by copying). The [glossary](glossary.md) has the other terms.
 
 `outpace methods --markdown` makes this page.
 """
