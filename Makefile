@@ -8,7 +8,7 @@ JOBS ?= 2
 # Keep compiled bytecode even if the shell's environment forbids it: the tests start hundreds of Python processes.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients test-vllm test-ray bench docs methods-page protocol-page clean
+.PHONY: help demo test test-all check check-native mutations mutations-native same-text test-clients test-vllm test-ray bench docs methods-page protocol-page page-libraries clean
 
 demo: .venv/installed  # answers two prompts with four methods, compares texts and speeds; `make` alone does this too
 	.venv/bin/outpace demo
@@ -58,6 +58,15 @@ methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' ow
 
 protocol-page: .venv/installed-dev  # writes docs/protocol.md from the comments of the .proto file
 	$(RUN) docs/protocol_page.py > docs/protocol.md
+
+# The files are as published, without the comment that names a source map. Their licences: MIT; Apache-2.0 or MPL-2.0.
+page-libraries:  # fetches the chat page's two libraries anew, in the versions named here; needs npm
+	rm -rf build/npm && mkdir -p build/npm
+	cd build/npm && npm pack --silent marked@18.2.1 dompurify@3.5.0
+	cd build/npm && for archive in *.tgz; do mkdir $${archive%-*} && tar xzf $$archive -C $${archive%-*} --strip-components 1; done
+	sed '/sourceMappingURL/d' build/npm/marked/lib/marked.umd.js > outpace/server/vendor/marked.umd.js
+	sed '/sourceMappingURL/d' build/npm/dompurify/dist/purify.min.js > outpace/server/vendor/purify.min.js
+	for name in marked dompurify; do cp build/npm/$$name/LICENSE outpace/server/vendor/LICENSE-$$name; done
 
 clean:  # removes .venv and the caches of tools
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info

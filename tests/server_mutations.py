@@ -16,6 +16,7 @@ from outpace.engine import target_runner
 from outpace.grammar import matcher, merging, schema
 from outpace.models.text import template_form
 from outpace.server import (
+    app,
     chat_completions,
     content,
     generation_request,
@@ -44,6 +45,11 @@ def to_one_another(reduce_apart: Original) -> Original:
 
 def as_internal_error(error: Original) -> Original:
     return lambda self, refusal: ApiError(500, refusal.message, code=refusal.code)
+
+
+def of_the_first(hashes: Original) -> Original:
+    """Allow the first block of each kind alone."""
+    return lambda text, tag: hashes(text, tag).split(" ")[0]
 
 
 def at_once(seconds_to_start: Original) -> Original:
@@ -181,6 +187,7 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "an_invalid_request_releases_its_reservation", Reservation, "release", nothing),
     (ADMISSION, "reservations_count", Admission, "_error", as_internal_error),
     (ADMISSION, "a_request_that_cannot_start_in_time_is_refused_at_once", Admission, "_seconds_to_start", at_once),
+    ("test_server_apis.py::test_", "the_page_needs_no_other_server", app, "_block_hashes", of_the_first),
     (ERRORS, "json_depth_is_bounded", request_body, "_check_json", nothing),
     (ERRORS, "any_right_credential_passes", Middleware, "_authenticate", by_authorization),
     (ERRORS, "contradictory_requests_are_refused", middleware, "_check_head", nothing),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from test_server import plain
 
 import outpace
 from outpace.server import responses
+from outpace.server.app import PAGE
 from outpace.server.messages import MessagesBody, template_messages
 from outpace.server.responses import ResponsesBody
 
@@ -304,7 +307,21 @@ def test_the_page_needs_no_other_server(site: Served) -> None:
     found = site.ask("/")
     assert found.headers["content-type"].startswith("text/html")
     policy = found.headers["content-security-policy"]
-    assert "default-src 'self'" in policy
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
-    addresses = re.findall(r"https?://[^\s\"']+", found.body.decode())
-    assert set(addresses) <= {"http://www.w3.org/2000/svg"}
+    assert "require-trusted-types-for 'script'" in policy
+    text = found.body.decode()
+    libraries = re.findall(r'<script src="(.*?)"></script>', PAGE.read_text(encoding="utf-8"))
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == len(libraries) + 1 == text.lower().count("<script") == text.lower().count("</script")
+    for script in scripts:
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert set(re.findall(r"https?://[^\s\"'`]+", PAGE.read_text(encoding="utf-8"))) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_s_libraries_have_their_licences_and_versions() -> None:
+    versions = dict(re.findall(r"(marked|dompurify)@([\d.]+)", (Path(__file__).parents[1] / "Makefile").read_text()))
+    for name, file, licence in (("marked", "marked.umd.js", "MIT"), ("dompurify", "purify.min.js", "Apache License")):
+        folder = PAGE.parent / "vendor"
+        assert re.search(rf"(?i){name} v?{re.escape(versions[name])} ", (folder / file).read_text()[:200])
+        assert licence in (folder / f"LICENSE-{name}").read_text()

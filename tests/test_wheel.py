@@ -68,7 +68,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
     sources = (path for path in (HERE / "outpace").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert inside == {path.relative_to(HERE).as_posix() for path in sources}
-    assert any(name.endswith("/licenses/LICENSE") for name in names - inside)
+    licences = {name.partition("/licenses/")[2] for name in names - inside}
+    assert {"LICENSE", *(f"outpace/server/vendor/LICENSE-{name}" for name in ("marked", "dompurify"))} <= licences
 
 
 def test_nothing_is_taken_from_elsewhere(site: Path, tmp_path: Path) -> None:

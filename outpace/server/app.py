@@ -33,6 +33,7 @@ from outpace.server.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 PAGE = files("outpace.server") / "page.html"
+LIBRARY = re.compile(r'<script src="(vendor/[\w.]+)"></script>')
 MAX_IGNORED = 500  # characters of the list of ignored fields
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")  # not allowed in headers
 
@@ -241,11 +242,16 @@ def _metrics(service: Service, request: Request) -> Response:
 
 
 def _page(service: Service, request: Request) -> Response:
-    """Return the chat page, with a policy that allows nothing but its own style and script."""
-    text = PAGE.read_text(encoding="utf-8")
+    """Return the chat page with its libraries in it, and a policy that allows nothing but these blocks and the API."""
+    folder = files("outpace.server")
+    text = LIBRARY.sub(
+        lambda found: f"<script>{folder.joinpath(found[1]).read_text(encoding='utf-8')}</script>",
+        PAGE.read_text(encoding="utf-8"),
+    )
     policy = (
-        f"default-src 'self'; script-src {_block_hash(text, 'script')}; style-src {_block_hash(text, 'style')}; "
-        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_block_hashes(text, 'script')}; style-src {_block_hashes(text, 'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     )
     return HTMLResponse(text, headers={"content-security-policy": policy, "cache-control": "no-cache"})
 
@@ -266,10 +272,11 @@ def _docs(service: Service, request: Request) -> Response:
     return HTMLResponse(head + body, headers={"content-security-policy": "default-src 'none'; frame-ancestors 'none'"})
 
 
-def _block_hash(text: str, tag: str) -> str:
-    """Return the hash by which a policy allows the page's one block with this tag."""
-    (block,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(block.encode()).digest()).decode()}'"
+def _block_hashes(text: str, tag: str) -> str:
+    """Return the hashes by which a policy allows the page's blocks with this tag."""
+    blocks = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(block.encode()).digest()).decode() for block in blocks)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 POSTS: dict[str, tuple[str, Any, Callable[..., Any], Any]] = {  # summary, body, function, format of generated text
