@@ -13,7 +13,7 @@ import pytest
 from commands import Run
 from commands import run as run
 from commands import tiny as tiny
-from files import smollm2_file
+from files import model_folder, smollm2_file
 from judges import random_judge
 
 import outpace
@@ -103,6 +103,19 @@ def test_forced_text_is_drafted_unless_drafters_are_named(tiny_folder: str) -> N
         assert llm.chat("hello", structured_outputs=asked, max_tokens=200).text == result.text
     with outpace.load(tiny_folder, "layers:0", method="speculative", rule="rejection", profile=False) as llm:
         assert list(llm.engine.drafting.drafters) == ["model"]
+
+
+@pytest.mark.parametrize("rows", [272, 320, 400])
+def test_rows_beyond_the_vocabulary_are_never_picked(tmp_path: Path, rows: int) -> None:
+    """Models pad their output layer; a drafted or picked id of the padding must not end the grammar."""
+    folder = str(model_folder(tmp_path, "padded", vocab_size=rows))
+    with outpace.load(folder, dtype="float32", drafter="ngram") as llm:
+        for number, asked in enumerate(({"json_object": True}, {"regex": "[a-z]{5}"}, {"choice": ["hello", "world"]})):
+            for temperature in (0.0, 1.0, 100.0):
+                given = {"structured_outputs": asked, "temperature": temperature, "seed": number, "max_tokens": 24}
+                result, plain = (llm.chat("hello", plain=is_plain, **given) for is_plain in (False, True))
+                assert result.tokens == plain.tokens
+                assert max(result.tokens) < llm.tokenizer.size
 
 
 def test_a_grammar_may_be_compiled_beforehand(tiny_folder: str) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from files import model_folder, write_gguf
 from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
 from outpace.models.files import hub
-from outpace.models.files.checkpoint import INDEX, SINGLE
+from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint
 from outpace.models.files.find import locate
 from outpace.models.load import load_draft, load_model
 
@@ -218,3 +219,17 @@ def test_the_draft_of_a_target_may_be_a_blob(tmp_path: Path) -> None:
     target = load_model(write_gguf(tmp_path / "tiny.gguf"))
     draft = write_gguf(tmp_path / "draft.gguf").rename(tmp_path / "sha256-77")
     assert load_draft(draft, target).model.vocab_size == target.model.vocab_size
+
+
+def test_of_two_shards_with_the_same_tensor_the_index_decides(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(tensors, folder / "a.safetensors", {"format": "pt"})
+    save_file({name: tensors[name] * 2}, folder / "b.safetensors", {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    for shard, factor in (("a", 1.0), ("b", 2.0)):
+        places = dict.fromkeys(tensors, "a.safetensors") | {name: f"{shard}.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        with Checkpoint.open(folder) as checkpoint:
+            assert torch.equal(checkpoint.tensor(name), tensors[name] * factor)

@@ -108,7 +108,8 @@ class Grammars:
         """
         matcher = self.compile(structure)
         digits = self._digits if structure.kind == "json" or "%json" in structure.text else None
-        return GrammarConstraint(matcher, start, self._tokenizer, frozenset(self._vocabulary.eos_tokens), digits)
+        ends, size = frozenset(self._vocabulary.eos_tokens), self._vocabulary.vocab_size
+        return GrammarConstraint(matcher, start, self._tokenizer, ends, size, digits)
 
     def compile(self, structure: Structure) -> Any:
         """Return the grammar at its beginning, a `llguidance.LLMatcher` that callers copy."""

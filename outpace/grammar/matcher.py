@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,11 +24,12 @@ class _Cursor:
 
     The matcher itself never computes a mask: a copy does. llguidance 1.9 caches the last mask by the number of rows and
     the lexer's state, and `rollback` does not drop it. So a matcher that computed a mask, rolled back and reached
-    another position with the same number would return the first mask.
+    another position with the same number would return the first mask. An id beyond the vocabulary, of which a model's
+    output may have some as padding, would end a matcher with an error: it is refused before.
     """
 
-    def __init__(self, matcher: Any, start: int) -> None:
-        self.matcher, self.start = matcher, start
+    def __init__(self, matcher: Any, start: int, num_tokens: int) -> None:
+        self.matcher, self.start, self.num_tokens = matcher, start, num_tokens
         self.text: Sequence[int] | None = None
         self.tokens: list[int] = []  # of the answer, consumed so far
 
@@ -56,8 +58,14 @@ class _Cursor:
             words = " ".join(matcher.get_error().partition("<state>")[0].split())
             raise UserError(f"the grammar failed after {len(self.tokens)} tokens: {words[:200]}")
 
+    def known(self, path: Sequence[int]) -> list[int]:
+        """Return the drafted tokens before the first one that is not in the vocabulary."""
+        return list(itertools.takewhile(lambda token: token < self.num_tokens, path))
+
     def beyond(self, path: Sequence[int]) -> Any:
         """Return a copy of the matcher after drafted tokens; None if they are refused."""
+        if len(self.known(path)) < len(path):
+            return None
         matcher = self.matcher.deep_copy()
         count = matcher.try_consume_tokens(list(path)) if path else 0
         self.check(matcher)
@@ -123,9 +131,17 @@ class GrammarConstraint(Constraint):
     """
 
     def __init__(
-        self, matcher: Any, start: int, tokenizer: Tokenizer, ends: frozenset[int], digits: DigitLimit | None = None
+        self,
+        matcher: Any,
+        start: int,
+        tokenizer: Tokenizer,
+        ends: frozenset[int],
+        num_tokens: int,
+        digits: DigitLimit | None = None,
     ) -> None:
-        """Take a matcher at the beginning of the grammar, which is copied, and the tokens that end an answer."""
+        """Take a matcher at the beginning of the grammar, which is copied, the tokens that end an answer, and the size
+        of the vocabulary."""
+        self._num_tokens = num_tokens
         self._first, self._start, self._tokenizer, self._ends = matcher, start, tokenizer, ends
         self._digits = digits
         self._idle: deque[_Cursor] = deque()
@@ -137,7 +153,7 @@ class GrammarConstraint(Constraint):
         if known.length == len(text) and known.holds(text, path):
             return known.found
         with self._cursor(text) as cursor:
-            count: int = cursor.matcher.validate_tokens(list(path)) if path else 0
+            count: int = cursor.matcher.validate_tokens(cursor.known(path)) if path else 0
             if count and path[count - 1] in self._ends:  # nothing may follow a complete text, not even an end
                 count -= self._is_complete(cursor.beyond(path[: count - 1]))
             if self._digits is not None:
@@ -228,7 +244,7 @@ class GrammarConstraint(Constraint):
                 self._idle.append(cursor)
             if len(self._idle) >= _MAX_CURSORS:
                 return self._idle.popleft()
-        return _Cursor(self._first.deep_copy(), self._start)
+        return _Cursor(self._first.deep_copy(), self._start, self._num_tokens)
 
 
 def unpacked(bits: bytes) -> np.ndarray:

@@ -279,7 +279,7 @@ class ResponsesFormat(ItemFormat):
         group, written = self.group, self.group.choices[0].num_tokens
         return {
             "input_tokens": group.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": group.cached_tokens},
+            "input_tokens_details": {"cached_tokens": group.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": group.thought_tokens},
             "total_tokens": group.prompt_tokens + written,

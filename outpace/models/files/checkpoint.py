@@ -288,9 +288,10 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
         raise UserError(f"{path / missing[0]} does not exist, although {INDEX} names it: download it too")
     files = {shard: SafetensorsFile(path / shard) for shard in sorted(set(shards.values()))}
     tensors = {name: file for file in files.values() for name in file.entries}
-    for name, shard in shards.items():
-        if tensors.get(name) is not files[shard]:
+    for name, shard in shards.items():  # which decide between files that hold the same tensor
+        if name not in files[shard].entries:
             raise UserError(f"{path / shard} holds no tensor {name!r}, although {INDEX} says so")
+        tensors[name] = files[shard]
     return tensors
 
 
