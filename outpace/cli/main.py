@@ -19,7 +19,7 @@ from outpace.cli.help import Command
 from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
-WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
+WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker")
 HELP = {"help_option_names": ["--help", "--help-all"]}
 # Commands that Ctrl-C may end at any point.
 INTERRUPTIBLE = ("demo", "bench", "distill", "judge", "tune", "simulate", "edge", "forecast")
