@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from os.path import commonprefix
+from itertools import zip_longest
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,8 @@ class Comparison:
     def differs_at(self) -> int | None:
         """The first token at which an answer differs from the first plain one; None if all are equal."""
         expected, others = self.plain[0].tokens, [one.tokens for results in self.answers.values() for one in results]
-        places = [len(commonprefix([expected, other])) for other in others if other != expected]
-        return min(places, default=None)
+        pairs = (pair for other in others for pair in enumerate(zip_longest(expected, other)))
+        return min((place for place, (one, other) in pairs if one != other), default=None)
 
     @property
     def is_disturbed(self) -> bool:
