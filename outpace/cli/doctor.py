@@ -248,7 +248,7 @@ def _clean_cache(unused_days: float | None, max_gib: float | None) -> dict[str, 
     for entry in entries:
         is_old = unused_days is not None and time.time() - entry.used > unused_days * 86400
         is_too_much = max_gib is not None and left > max_gib * 2**30
-        if is_old or is_too_much or unused_days is max_gib is None:
+        if is_old or is_too_much or (unused_days is None and max_gib is None):
             left -= entry.bytes
             shown, reason = _cache_entry(entry, folder), cache.remove_entry(entry)
             removed += [shown] if reason is None else []
