@@ -105,8 +105,6 @@ def test_a_plot_shows_all_points_of_all_panels(tmp_path: Path, monkeypatch: pyte
         (("--acceptance", "0.5", "--delay", "1", "--devices", "1"), "a delay needs two devices"),
         (("--acceptance", "0.5", "--width", "0"), "width is 0"),
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
-        (("--acceptance", "0.5", "--methods", "lookahead"), "name the models with --target, --draft"),
-        (("--acceptance", "0.5", "--draft", "auto"), "give it with --trace FILE"),
         (("--acceptance", "0.5", "--tasks", "gsm8k"), "--tasks selects answers of a trace"),
         (("--acceptance", "0.5", "--out", "/nowhere/r.json"), "--out is /nowhere/r.json, but there is no folder"),
     ],

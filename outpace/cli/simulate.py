@@ -19,7 +19,6 @@ from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.simulate.run import LiveModels
     from outpace.simulate.trace import Trace
 
 
@@ -32,17 +31,6 @@ class PairFlags:
     acceptance: float | None = flag(None, "Instead of a trace: the chance that a draft token is accepted.")
     answers: int | None = flag(None, "Use at most this many of the trace's answers.")
     tasks: str | None = flag(None, "Use the answers of these tasks only, as in gsm8k,mt_bench.")
-    target: str | None = flag(
-        None,
-        "The target of the trace, as for outpace bench: for rows of methods that score wrong branches with it"
-        " (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
-    )
-    draft: str | None = flag(None, "The draft of the trace, for the same rows; or auto.")
-
-    @property
-    def names_models(self) -> bool:
-        """Whether the models themselves run."""
-        return self.target is not None or self.draft is not None
 
 
 @dataclass(frozen=True)
@@ -105,9 +93,8 @@ def simulate(
     says = f"width is {width!r}, it must be whole numbers such as 16 or 16,5,25"
     first, *others = numbers(width, int, says)
     sizes = SetupSizes(nodes, first, others=tuple(others))
-    rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")], pair.names_models)
+    rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")])
     trace = _trace(pair)
-    live = _live(pair, trace)
     outcomes: list[Any] = []
     failed: list[UserError] = []
     summary = report.about(trace, sizes, times.devices)
@@ -121,7 +108,7 @@ def simulate(
             else:
                 live_table.update(Group(report.table(outcomes, title, output.wide), f"{done + 1} of {total}: {what}"))
 
-        for outcome in run.simulate(trace, rows, costs, times.devices, progress, live, delays):
+        for outcome in run.simulate(trace, rows, costs, times.devices, progress, delays):
             outcomes.append(outcome)
             if output.out is not None:  # finished rows are kept if the rest is interrupted
                 failed = write_all([partial(write_json, output.out, report.as_rows(outcomes))])
@@ -175,16 +162,3 @@ def _trace(pair: PairFlags) -> Trace:
     if pair.tasks is not None:
         raise UserError("--tasks selects answers of a trace, an assumed acceptance has none")
     return synthetic_trace(pair.acceptance or 0.0, pair.answers or 8)
-
-
-def _live(pair: PairFlags, trace: Trace) -> LiveModels | None:
-    """Load the models of the trace, if they are named."""
-    if not pair.names_models:
-        return None
-    from outpace.models.load import load_draft, load_model
-    from outpace.simulate.run import LiveModels
-
-    if pair.trace is None:
-        raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
-    target = load_model(pair.target)
-    return LiveModels(trace, target.model, load_draft(pair.draft or "auto", target).model)
