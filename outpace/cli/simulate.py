@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +13,7 @@ from rich.live import Live
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import JSON
-from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
+from outpace.cli.output_files import check_file, check_plot
 from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError
 
@@ -64,7 +63,6 @@ class OutputFlags:
     as_json: bool = JSON
     out: Path | None = flag(None, "File for the rows of the table as JSON, written as they come.")
     wide: bool = flag(False, "Show a row for each ratio, with tokens a pass, rows a token, hit rate and idle times.")
-    markdown: bool = flag(False, "Print the table of --wide as markdown.")
     plot: Path | None = flag(None, "File for a plot of the speedup by ratio, or by delay: .png, .svg or .pdf.")
 
 
@@ -96,7 +94,6 @@ def simulate(
     rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")])
     trace = _trace(pair)
     outcomes: list[Any] = []
-    failed: list[UserError] = []
     summary = report.about(trace, sizes, times.devices)
     title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
     console = display.stderr()
@@ -111,18 +108,18 @@ def simulate(
         for outcome in run.simulate(trace, rows, costs, times.devices, progress, delays):
             outcomes.append(outcome)
             if output.out is not None:  # finished rows are kept if the rest is interrupted
-                failed = write_all([partial(write_json, output.out, report.as_rows(outcomes))])
+                with suppress(UserError):  # reported after the table
+                    write_json(output.out, report.as_rows(outcomes))
     if output.as_json:
         display.print_json({**summary, "rows": report.as_rows(outcomes)})
-    elif output.markdown:
-        display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title, output.wide))
         display.print_sentence(report.conclusion(outcomes))
+    if output.out is not None:
+        write_json(output.out, report.as_rows(outcomes))
     if output.plot is not None:
-        failed += write_all([partial(report.plot, outcomes, title, output.plot)])
-        display.say_written("plot", output.plot)
-    raise_last(failed)
+        report.plot(outcomes, title, output.plot)
+        display.say(f"plot: {output.plot}")
 
 
 def _costs(times: TimeFlags) -> list[Any]:
