@@ -11,8 +11,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.open_models import open_any
-from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
+from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags, open_any
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError, unknown
 from outpace.models.files.find import short_name
@@ -91,14 +90,7 @@ def chat(
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
     """Raise UserError for flags about models and drafting: a server has its own."""
-    defaults = ModelFlags(target=model.target)
-    given = [
-        field.name
-        for one, other in ((model, defaults), (model.options, defaults.options))
-        for field in fields(one)
-        if field.name != "options" and getattr(one, field.name) != getattr(other, field.name)
-    ]
-    for name in (*given, *extra):
+    for name in (*(name for name in model.given() if name != "target"), *extra):
         raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
 
 
