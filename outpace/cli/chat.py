@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,26 +101,23 @@ def _talk(session: ChatSession, name: str) -> None:
         is_typed = stream.isatty()
     if is_typed:
         display.say(f"{name}. Ctrl-C stops an answer; {HINT}.")
-    read = _typed_lines() if is_typed else _piped_line
+    read = _typed_lines() if is_typed else stream.readline
     while True:
         try:
-            line = read()
+            with process.standard_input(), process.at_any_point():
+                line = read()
         except KeyboardInterrupt:
             if not is_typed:
                 raise
             display.say(HINT)
             continue
-        if line is None or not session.take(line.rstrip("\n")):
+        if not line or not session.take(line.rstrip("\n")):
             return
 
 
-def _piped_line() -> str | None:
-    with process.standard_input() as stream, process.at_any_point():
-        return stream.readline() or None
-
-
-def _typed_lines() -> Callable[[], str | None]:
-    """Return a function that reads a line with editing and history. It raises KeyboardInterrupt for Ctrl-C."""
+def _typed_lines() -> Callable[[], str]:
+    """Return a function that reads a line with editing and history, "" at the end. It raises KeyboardInterrupt for
+    Ctrl-C."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
     from prompt_toolkit.completion import WordCompleter
@@ -148,12 +146,10 @@ def _typed_lines() -> Callable[[], str | None]:
         multiline=Condition(is_open),
     )
 
-    def read() -> str | None:
-        try:
-            with process.at_any_point():
-                return session.prompt()
-        except EOFError:
-            return None
+    def read() -> str:
+        with suppress(EOFError):
+            return session.prompt() + "\n"
+        return ""
 
     return read
 
@@ -218,7 +214,11 @@ class ChatSession:
             self._messages[:count] = self._opening
             display.say(f"the system message is {rest!r}" if rest else "there is no system message")
         elif command == "/save":
-            self._save(rest)
+            if not rest:
+                raise UserError("/save needs the name of a file, as in /save chat.json")
+            check_file("/save", file := Path(rest).expanduser())
+            write_json(file, {"messages": self._messages})
+            display.say(f"{len(self._messages)} messages are in {rest}")
         elif command == "/set":
             self._sampling = _changed(self._sampling, rest)
         elif command.startswith("/") and command[1:].isalpha():
@@ -226,21 +226,11 @@ class ChatSession:
         elif question := line.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip():
             self._answer([*self._messages, {"role": "user", "content": question}])
 
-    def _save(self, name: str) -> None:
-        if not name:
-            raise UserError("/save needs the name of a file, as in /save chat.json")
-        check_file("/save", Path(name).expanduser())
-        write_json(Path(name).expanduser(), {"messages": self._messages})
-        display.say(f"{len(self._messages)} messages are in {name}")
-
     def _answer(self, messages: list[dict[str, str]]) -> None:
         """Show the answer and a summary of it, and keep the messages with it."""
         printer = display.TextPrinter(self._color)
         try:
             text, summary = self._ask(messages, printer)
-        except UserError as error:
-            display.say(f"error: {error}", "red")
-            return
         finally:
             printer.end()
         self._messages = [*messages, {"role": "assistant", "content": text}]
