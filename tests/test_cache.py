@@ -112,7 +112,7 @@ def test_clean_removes_what_is_ours_and_lists_it(folder: Path, run: Callable[...
     for name in map(first, OURS):
         assert name in shown
     assert f"removed 0.0 MB: Model.Q4_1-{HASH}-v2 (model)" in shown
-    assert f"tables/retrieval-{HASH}.tables (tables of a drafter); `outpace tune --drafter retrieval --corpus" in shown
+    assert f"tables/retrieval-{HASH}.tables (tables of a drafter)" in shown
     assert f"{folder}: {len(OURS)} entries removed, 0.0 MB" in shown
     assert "left alone, not made by outpace: .hidden.lock, .hidden.part-abcdefgh" in shown
     assert f"and {len(NOT_OURS) - 5} more" in shown

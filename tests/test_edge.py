@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from outpace.cli.edge import NetworkFlags
 from outpace.core import theory
 from outpace.core.errors import UserError
-from outpace.edge import channel, link, report, run
+from outpace.edge import associations, channel, link, report, run
 from outpace.edge.acceptance import SHIPPED, judged, read_acceptance
-from outpace.edge.associations import greedy, max_compute, max_sinr, move, swap
 from outpace.edge.problem import ALONE, Assignment, SlotProblem
 from outpace.edge.settings import EdgeSettings
 from outpace.edge.shares import equal, optimal
@@ -104,13 +103,13 @@ def test_a_step_takes_the_longer_of_drafting_and_verification() -> None:
 @pytest.mark.parametrize("is_paper", [False, True])
 def test_equal_shares_cost_what_evaluation_says(is_paper: bool) -> None:
     given = problem(9, 3, 4, price=0.2, is_paper=is_paper)
-    server = max_sinr.associate(given, RNG(0))
+    server = associations.max_sinr(given, RNG(0))
     assert given.equal_objective(server) == pytest.approx(objective(given, equal.divide(given, server)))
 
 
 def test_simple_associations() -> None:
     given = problem(30, 4, 3)
-    nearest, fastest = max_sinr.associate(given, RNG(0)), max_compute.associate(given, RNG(0))
+    nearest, fastest = associations.max_sinr(given, RNG(0)), associations.max_compute(given, RNG(0))
     for device in range(30):
         reachable = np.flatnonzero(np.isfinite(given.link[device]))
         assert given.link[device, nearest[device]] == given.link[device].min()
@@ -120,7 +119,7 @@ def test_simple_associations() -> None:
 def test_a_device_out_of_reach_writes_alone() -> None:
     given = problem(6, 2, 5)
     given = replace(given, link=np.where(np.arange(6)[:, None] == 2, np.inf, np.ones((6, 2))))
-    for name in run.associations_by_name():
+    for name in associations.ASSOCIATIONS:
         policy = run.find_policy(f"{name}/equal")
         chosen = policy.assign(given, RNG(0))
         assert chosen.server[2] == ALONE
@@ -131,15 +130,15 @@ def test_a_device_out_of_reach_writes_alone() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_gains_of_moves_and_exchanges_are_differences_of_objectives(seed: int, is_paper: bool) -> None:
     given = problem(8, 3, seed, is_paper=is_paper)
-    server = max_sinr.associate(given, RNG(0))
-    gains, before = move.move_gains(given, server), given.equal_objective(server)
+    server = associations.max_sinr(given, RNG(0))
+    gains, before = associations.move_gains(given, server), given.equal_objective(server)
     for device, goal in itertools.product(range(8), range(3)):
         moved = server.copy()
         moved[device] = goal
         after = given.equal_objective(moved)
         assert gains[device, goal] == pytest.approx(before - after)
     for one, other in itertools.combinations(range(8), 2):
-        best = swap.exchange(given, server)
+        best = associations.exchange(given, server)
         exchanged = best.copy()
         exchanged[[one, other]] = best[[other, one]]
         assert given.equal_objective(exchanged) >= given.equal_objective(best) * (1 - 1e-8)
@@ -149,10 +148,10 @@ def test_gains_of_moves_and_exchanges_are_differences_of_objectives(seed: int, i
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
 def test_swap_and_move_never_raise_the_objective(devices: int, servers: int, seed: int, is_paper: bool) -> None:
     given = problem(devices, servers, seed, is_paper=is_paper)
-    first = greedy.associate(given, RNG(0))
-    matched = swap.match_by_channel(given)
-    assert given.equal_objective(move.improve(given, first)) <= given.equal_objective(first) * (1 + 1e-12)
-    assert given.equal_objective(swap.exchange(given, matched)) <= given.equal_objective(matched) * (1 + 1e-12)
+    first = associations.greedy(given, RNG(0))
+    matched = associations.match_by_channel(given)
+    assert given.equal_objective(associations.improve(given, first)) <= given.equal_objective(first) * (1 + 1e-12)
+    assert given.equal_objective(associations.exchange(given, matched)) <= given.equal_objective(matched) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("length", [8, 2])
@@ -164,8 +163,9 @@ def test_associations_are_near_the_best_of_all(length: int) -> None:
         given = make_world(chosen, seed).problem(0, np.zeros(3), np.ones(6))
         choices = [[*np.flatnonzero(row)] or [ALONE] for row in given.reach]
         best = min(given.equal_objective(np.array(every)) for every in itertools.product(*choices))
-        for name, policy in (("greedy", greedy), ("move", move), ("swap", swap)):
-            ratios.setdefault(name, []).append(given.equal_objective(policy.associate(given, RNG(0))) / best)
+        for name in ("greedy", "move", "swap"):
+            chosen = associations.ASSOCIATIONS[name](given, RNG(0))
+            ratios.setdefault(name, []).append(given.equal_objective(chosen) / best)
     means = {name: float(np.mean(found)) for name, found in ratios.items()}
     assert min(min(found) for found in ratios.values()) >= 1 - 1e-12
     assert means["move"] <= means["greedy"]
@@ -244,7 +244,7 @@ def test_a_device_with_long_drafts_gets_what_it_needs_and_no_more() -> None:
 
 def test_all_servers_are_divided_at_once_as_one_by_one() -> None:
     given = problem(40, 4, 1)
-    server = greedy.associate(given, RNG(0))
+    server = associations.greedy(given, RNG(0))
     whole = optimal.divide(given, server)
     for number in range(4):
         chosen = server == number

@@ -154,7 +154,7 @@ def shown(found: dict[str, Any]) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=1000)
-    console.print(doctor._table(found))
+    console.print(doctor._grid([*doctor._machine(found), *doctor._default_model(found["model"])]))
     return " ".join(console.file.getvalue().split())
 
 

@@ -24,7 +24,7 @@ from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, set
 from outpace.simulate.trace import Trace, synthetic_trace
 
 SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
-SETUPS = {setup.name: setup for setup in setups(SIZES) if not setup.is_live}
+SETUPS = {setup.name: setup for setup in setups(SIZES)}
 del SETUPS["card-published"]  # a width of 100 is slow
 CHAIN = {"width": 1, "tree_nodes": 64, "floor": 0.0}
 PERFECT, GARBAGE = synthetic_trace(1.0, 1, 240), synthetic_trace(0.0, 1, 60)
@@ -208,3 +208,12 @@ def test_switches_never_change_the_text(seeds: int) -> None:
         )
         assert found.texts == [write(target, request) for request in requests], f"interleaving {seed}"
         assert not messages
+
+
+def test_each_tasks_speed() -> None:
+    """All tokens over all seconds, of a task's answers and of all."""
+    trace = replace(MIXED, answers=tuple(replace(one, task="abb"[at]) for at, one in enumerate(MIXED.answers)))
+    _, outcome = simulate(trace, [SETUPS[PLAIN], SETUPS["card"]], [costs.by_ratio(5.0)])
+    counts = {task: sum(len(a.tokens) for a in trace.answers if a.task == task) for task in ("a", "b")}
+    assert sum(counts[task] * outcome.by_task[task] for task in counts) == pytest.approx(outcome.seconds)
+    assert outcome.speedups == {task: pytest.approx(5.0 / outcome.by_task[task]) for task in counts}

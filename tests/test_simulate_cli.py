@@ -43,9 +43,9 @@ def test_a_trace_with_measured_times_to_files(tmp_path: Path) -> None:
     synthetic_trace(0.5, 2, 40).save(tmp_path / "a.trace")
     times = ("--target-times", "1:6,8:7", "--draft-times", "1:1,4:1.2", "--devices", "1")
     files = ("--out", tmp_path / "rows.json")
-    code, out, err = run("--trace", tmp_path / "a.trace", "--markdown", "--methods", "card", *SMALL, *times, *files)
+    code, out, err = run("--trace", tmp_path / "a.trace", "--methods", "card", *SMALL, *times, *files)
     assert code == 0, err
-    assert out.startswith("| T_target / T_draft | 6 measured |")
+    assert "6 measured" in out
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows[-1]["ratio"] == 6.0
 
@@ -61,9 +61,9 @@ def test_a_pipeline_multiplies_what_drafting_gains() -> None:
 def test_delays_have_a_column_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     given = ("--acceptance", "0.7", "--methods", "card,planned,speculative-chain", *SMALL, "--delay", "0,1,4")
-    code, out, err = run(*given, "--plot", tmp_path / "a.svg", "--markdown")
+    code, out, err = run(*given, "--plot", tmp_path / "a.svg")
     assert code == 0, err
-    assert out.startswith("| T_target / T_draft | delay | 4 |")
+    assert re.search(r"^ *method +delay +4 *$", out, re.MULTILINE)
     assert f"plot: {tmp_path / 'a.svg'}" in err
     out = run(*given, "--json")[1]
     rows = last_line(out)["rows"]
@@ -105,8 +105,6 @@ def test_a_plot_shows_all_points_of_all_panels(tmp_path: Path, monkeypatch: pyte
         (("--acceptance", "0.5", "--delay", "1", "--devices", "1"), "a delay needs two devices"),
         (("--acceptance", "0.5", "--width", "0"), "width is 0"),
         (("--acceptance", "0.5", "--answers", "0"), "answers is 0"),
-        (("--acceptance", "0.5", "--methods", "lookahead"), "name the models with --target, --draft"),
-        (("--acceptance", "0.5", "--draft", "auto"), "give it with --trace FILE"),
         (("--acceptance", "0.5", "--tasks", "gsm8k"), "--tasks selects answers of a trace"),
         (("--acceptance", "0.5", "--out", "/nowhere/r.json"), "--out is /nowhere/r.json, but there is no folder"),
     ],

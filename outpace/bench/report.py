@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,12 @@ def tables(rows: Sequence[TableRow], facts: Mapping[str, Any], is_wide: bool = F
         parts += [_table(BATCH_COLUMNS, [row for row in rows if row.batch == count], sections=False)]
     parts += [Text(BATCH_CAPTION, style=GREY)] if batches else []
     drafting = [row for row in single if row.task == whole and row.acceptance_by_position]
-    parts += [_position_table(drafting)] if drafting and is_wide else []
-    parts += [Text(line, style="yellow") for line in [*_load_warning(facts), *_remarks(rows)]]
+    if drafting and is_wide:
+        longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in drafting))
+        by_position = _table([(str(1 + at), partial(_rate, at)) for at in range(longest)], drafting, sections=False)
+        by_position.title, by_position.title_justify = "accepted by position, where all before it were accepted", "left"
+        parts.append(by_position)
+    parts += [Text(line, style="yellow") for line in _remarks(rows, facts)]
     parts += [_footer(facts)] if is_wide else []
     return Group(*parts, Text(conclusion([row for row in single if row.task == whole]), style="bold"))
 
@@ -214,15 +219,8 @@ def _name(row: TableRow, heading: TableRow | None) -> Text:
     )
 
 
-def _position_table(rows: Sequence[TableRow]) -> Table:
-    longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in rows))
-    table = _table([(str(place), _rate_at(place)) for place in range(1, 1 + longest)], rows, sections=False)
-    table.title, table.title_justify = "accepted by position, where all before it were accepted", "left"
-    return table
-
-
-def _rate_at(place: int) -> Callable[[TableRow], str]:
-    return lambda row: "".join(f"{rate:.2f}" for rate in row.acceptance_by_position[place - 1 : place])
+def _rate(at: int, row: TableRow) -> str:
+    return "".join(f"{rate:.2f}" for rate in row.acceptance_by_position[at : at + 1])
 
 
 def quality_table(rows: Sequence[TableRow]) -> Table | None:
@@ -236,25 +234,20 @@ def quality_table(rows: Sequence[TableRow]) -> Table | None:
     return _table(columns, rows, QUALITY_CAPTION)
 
 
-def _load_warning(facts: Mapping[str, Any]) -> list[str]:
+def _remarks(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> list[str]:
+    """Return the lines below the tables: a busy machine, lossy methods, divergences of texts, and failures."""
     load, cores = facts.get("load") or 0.0, facts["cores"]
-    warning = f"The machine was busy when the bench began (load {load:.1f} on {cores} cores): the times may be wrong."
-    return [warning] if load >= BUSY * cores else []
-
-
-def _remarks(rows: Sequence[TableRow]) -> list[str]:
-    """Return the lines below the tables: lossy methods, divergences of texts, and failures."""
+    busy = f"The machine was busy when the bench began (load {load:.1f} on {cores} cores): the times may be wrong."
     labels = dict.fromkeys(row.label for row in rows if not row.is_peer)
-    lines = [f"{one} is lossy: its text may differ from plain decoding's." for one in labels if is_lossy_label(one)]
+    lines = [busy] if load >= BUSY * cores else []
+    lines += [f"{one} is lossy: its text may differ from plain decoding's." for one in labels if is_lossy_label(one)]
     for row in rows:
         found = row.divergence
         if found is not None and row.task == found.task:
-            gap = (
-                f"; the target scores {_token(found.plain_token)} {'higher' if found.score_gap > 0 else 'lower'} by"
-                f" {abs(found.score_gap):.5g}"
-                if found.score_gap
-                else ""
-            )
+            gap = ""
+            if found.score_gap:
+                side = "higher" if found.score_gap > 0 else "lower"
+                gap = f"; the target scores {_token(found.plain_token)} {side} by {abs(found.score_gap):.5g}"
             where = f"{found.task} {found.prompt}, token {found.position + 1}"
             lines.append(f"{row.label} wrote {_token(found.token)} at {where}{gap}")
         if row.failed and row.task != ALL:

@@ -8,19 +8,18 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import JSON, BasicSamplingFlags, ModelFlags
-from outpace.cli.output_files import check_file, check_folder, check_plot, raise_last, write_all
+from outpace.cli.output_files import check_file, check_folder, check_plot
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.core.errors import UserError, without_keys
 from outpace.models.options import LoadOptions
@@ -167,13 +166,12 @@ def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str,
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
         facts["energy"] = running.energy.description
         is_complete = _run(running, measured, facts)
-        failed = _show(running, facts, results)
         if not is_complete:
             kept = f"; the same command continues from {results.out}" if results.out else ""
             display.say(f"stopped after {len(store.records)} answers{kept}", "yellow")
+        _show(running, facts, results)
         if is_complete and (reason := running.failure) is not None:
-            failed.append(UserError(f"no answer was finished, the first one failed with {reason}"))
-        raise_last(failed)
+            raise UserError(f"no answer was finished, the first one failed with {reason}")
     return is_complete
 
 
@@ -209,8 +207,8 @@ def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
     return True
 
 
-def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> list[UserError]:
-    """Show the table, and write the files and the line of JSON. Return errors of writing."""
+def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> None:
+    """Show the table or the line of JSON, then write the files."""
     from outpace.bench import report
     from outpace.bench.judging import with_score_gaps
     from outpace.bench.plot import plot
@@ -221,21 +219,19 @@ def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> list[U
     if results.as_json:
         display.print_json({"rows": plain, **facts})
     else:
-        _console(results.wide).print(report.tables(found, facts, results.wide))
-    failed = write_all([partial(report.write_json, results.out / ROWS, plain)]) if results.out is not None else []
+        console = display.stdout()
+        console.width = max(console.width, WIDE) if results.wide else console.width
+        console.print(report.tables(found, facts, results.wide))
+    if results.out is not None:
+        report.write_json(results.out / ROWS, plain)
     if results.plot is not None and found:
-        failed += write_all([partial(plot, found, facts, results.plot)])
-        display.say_written("plot", results.plot)
-    if results.out is not None and found:  # not requested, so that a missing matplotlib is no error
-        for error in write_all([partial(plot, found, facts, results.out / PLOT)]):
+        plot(found, facts, results.plot)
+        display.say(f"plot: {results.plot}")
+    if results.out is not None and found:
+        try:
+            plot(found, facts, results.out / PLOT)
+        except UserError as error:  # not requested, so that a missing matplotlib is no error
             display.say(f"warning: {error}", "yellow")
-    return failed
-
-
-def _console(is_wide: bool) -> Console:
-    console = display.stdout()
-    console.width = max(console.width, WIDE) if is_wide else console.width
-    return console
 
 
 def _compare(one: Path, other: Path, as_json: bool) -> None:
@@ -246,7 +242,7 @@ def _compare(one: Path, other: Path, as_json: bool) -> None:
     if as_json:
         display.print_json({"a": str(one), "b": str(other), "rows": found})
         return
-    console = _console(False)
+    console = display.stdout()
     console.print(report.comparison_table(found))
     for line in (f"A: {one}", f"B: {other}", *report.differences(first, second)):
         console.print(line, style=display.GREY)
@@ -269,14 +265,12 @@ def _trace(llm: LLM, options: BenchOptions, file: Path, as_json: bool) -> None:
     prompts = encode_all(tasks, llm.tokenizer, answer)
     names = [one.task for one in tasks]
     settings = RecordOptions(params.max_tokens, sampling=params.sampling, seed=params.seed)
-    console = display.stderr()
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("recording", total=len(prompts))
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done)
-
-        trace = record(llm.target, llm.draft, prompts, settings, tasks=names, progress=show)
+    with display.loading_bar(after=0.0) as bar:
+        trace = record(
+            *(llm.target, llm.draft, prompts, settings),
+            tasks=names,
+            progress=lambda done, total: bar("recording", done / total),
+        )
     trace.save(file)
     found = {"trace": str(file), "answers": len(prompts), "tokens": trace.tokens}
     display.say(f"trace: {file}, {trace.tokens} tokens of {len(prompts)} answers")

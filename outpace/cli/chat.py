@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.open_models import open_any
-from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags
+from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags, open_any
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError, unknown
 from outpace.models.files.find import short_name
@@ -91,14 +91,7 @@ def chat(
 
 def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
     """Raise UserError for flags about models and drafting: a server has its own."""
-    defaults = ModelFlags(target=model.target)
-    given = [
-        field.name
-        for one, other in ((model, defaults), (model.options, defaults.options))
-        for field in fields(one)
-        if field.name != "options" and getattr(one, field.name) != getattr(other, field.name)
-    ]
-    for name in (*given, *extra):
+    for name in (*(name for name in model.given() if name != "target"), *extra):
         raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
 
 
@@ -108,26 +101,23 @@ def _talk(session: ChatSession, name: str) -> None:
         is_typed = stream.isatty()
     if is_typed:
         display.say(f"{name}. Ctrl-C stops an answer; {HINT}.")
-    read = _typed_lines() if is_typed else _piped_line
+    read = _typed_lines() if is_typed else stream.readline
     while True:
         try:
-            line = read()
+            with process.standard_input(), process.at_any_point():
+                line = read()
         except KeyboardInterrupt:
             if not is_typed:
                 raise
             display.say(HINT)
             continue
-        if line is None or not session.take(line.rstrip("\n")):
+        if not line or not session.take(line.rstrip("\n")):
             return
 
 
-def _piped_line() -> str | None:
-    with process.standard_input() as stream, process.at_any_point():
-        return stream.readline() or None
-
-
-def _typed_lines() -> Callable[[], str | None]:
-    """Return a function that reads a line with editing and history. It raises KeyboardInterrupt for Ctrl-C."""
+def _typed_lines() -> Callable[[], str]:
+    """Return a function that reads a line with editing and history, "" at the end. It raises KeyboardInterrupt for
+    Ctrl-C."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.application import get_app
     from prompt_toolkit.completion import WordCompleter
@@ -156,12 +146,10 @@ def _typed_lines() -> Callable[[], str | None]:
         multiline=Condition(is_open),
     )
 
-    def read() -> str | None:
-        try:
-            with process.at_any_point():
-                return session.prompt()
-        except EOFError:
-            return None
+    def read() -> str:
+        with suppress(EOFError):
+            return session.prompt() + "\n"
+        return ""
 
     return read
 
@@ -226,7 +214,11 @@ class ChatSession:
             self._messages[:count] = self._opening
             display.say(f"the system message is {rest!r}" if rest else "there is no system message")
         elif command == "/save":
-            self._save(rest)
+            if not rest:
+                raise UserError("/save needs the name of a file, as in /save chat.json")
+            check_file("/save", file := Path(rest).expanduser())
+            write_json(file, {"messages": self._messages})
+            display.say(f"{len(self._messages)} messages are in {rest}")
         elif command == "/set":
             self._sampling = _changed(self._sampling, rest)
         elif command.startswith("/") and command[1:].isalpha():
@@ -234,21 +226,11 @@ class ChatSession:
         elif question := line.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip():
             self._answer([*self._messages, {"role": "user", "content": question}])
 
-    def _save(self, name: str) -> None:
-        if not name:
-            raise UserError("/save needs the name of a file, as in /save chat.json")
-        check_file("/save", Path(name).expanduser())
-        write_json(Path(name).expanduser(), {"messages": self._messages})
-        display.say(f"{len(self._messages)} messages are in {name}")
-
     def _answer(self, messages: list[dict[str, str]]) -> None:
         """Show the answer and a summary of it, and keep the messages with it."""
         printer = display.TextPrinter(self._color)
         try:
             answer, summary = self._ask(messages, printer)
-        except UserError as error:
-            display.say(f"error: {error}", "red")
-            return
         finally:
             printer.end()
         self._messages = [*messages, {"role": "assistant", **answer}]

@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -67,12 +66,6 @@ def print_json(value: Mapping[str, Any]) -> None:
     """Print one line of JSON to stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
-
-
-def say_written(what: str, file: Path) -> None:
-    """Name a file that was written, unless writing it failed."""
-    if file.exists():
-        say(f"{what}: {file}")
 
 
 def show_rounds(rounds: Sequence[RoundStats]) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,36 +16,28 @@ from outpace.cli import display, head_report, link_report, process
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, check_range, install_command
-from outpace.core.lazy import num_cores, num_threads
 from outpace.models.files.pairs import NO_DRAFT
 from outpace.models.options import FILE
 
 if TYPE_CHECKING:
-    from outpace.api.llm import LLM
     from outpace.models.files.cache import CacheEntry
 
 SHOWN_ENTRIES = 5  # the largest entries of the cache folder, one a line
 NUM_PASSES = 24  # timed
-EXTRAS = {  # of pyproject.toml: purpose and modules
-    "torch": ("GPUs, float weights, architectures that the own runtimes do not support", ("torch", "transformers")),
-    "hub": ("models by hub id", ("huggingface_hub",)),
-    "grammar": ("answers by a JSON schema, a regex or a grammar", ("llguidance",)),
-    "server": (
-        "outpace serve",
-        ("fastapi", "httptools", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn"),
-    ),
-    "distill": ("outpace distill, with plots", ("matplotlib", "torch", "transformers")),
-    "edge": (
-        "learned shares and Sionna's channels in outpace edge",
-        ("gymnasium", "pettingzoo", "sionna", "stable_baselines3"),
-    ),
-    "timeseries": ("outpace forecast", ("gluonts", "matplotlib", "torch", "transformers", "pandas")),
-    "remote": ("drafting on other machines", ("grpc", "google.protobuf")),
-    "ray": ("replicas and draft workers on a Ray cluster", ("ray",)),
-    "judge": ("outpace judge", ("sklearn",)),
-    "search": ("outpace tune --drafter layer_skip", ("optuna",)),
-    "bench": ("plots of outpace bench, and transformers as a peer", ("matplotlib", "torch", "transformers")),
-    "llama-cpp": ("llama.cpp in outpace bench --peers", ("llama_cpp",)),
+EXTRAS = {  # of pyproject.toml: purpose, and modules
+    "torch": ("GPUs, float weights, architectures that the own runtimes do not support", "torch transformers"),
+    "hub": ("models by hub id", "huggingface_hub"),
+    "grammar": ("answers by a JSON schema, a regex or a grammar", "llguidance"),
+    "server": ("outpace serve", "fastapi httptools llguidance prometheus_client pydantic starlette uvicorn"),
+    "distill": ("outpace distill, with plots", "matplotlib torch transformers"),
+    "edge": ("learned shares, Sionna's channels in outpace edge", "gymnasium pettingzoo sionna stable_baselines3"),
+    "timeseries": ("outpace forecast", "gluonts matplotlib torch transformers pandas"),
+    "remote": ("drafting on other machines", "grpc google.protobuf"),
+    "ray": ("replicas and draft workers on a Ray cluster", "ray"),
+    "judge": ("outpace judge", "sklearn"),
+    "search": ("outpace tune --drafter layer_skip", "optuna"),
+    "bench": ("plots of outpace bench, and transformers as a peer", "matplotlib torch transformers"),
+    "llama-cpp": ("llama.cpp in outpace bench --peers", "llama_cpp"),
 }
 
 
@@ -73,13 +62,12 @@ def doctor(
     """Show what this machine has, what is missing, and an estimate of the limit that memory sets for plain decoding."""
     if draft is None and link is None and target is not None:
         raise UserError("--target names the target of a head or of a link: name one with --draft or --link")
+    if link is not None and draft is not None:
+        raise UserError("--link and --draft cannot be combined, name one of them")
     for name, value in (("unused-days", unused_days), ("max-gib", max_gib)):
         if value is not None and not clean:
             raise UserError(f"--{name} is for --clean, add it or leave out --{name}")
-        if value is not None:
-            check_range(name, value, 0.0)
-    if link is not None and draft is not None:
-        raise UserError("--link and --draft cannot be combined, name one of them")
+        check_range(name, value or 0.0, 0.0)
     if link is not None:
         found = link_report.examine(link, target, quiet=as_json)
     elif draft is not None:
@@ -102,39 +90,27 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     """Return all findings, as `--json` prints them."""
     from outpace import __version__
     from outpace.core import machine
+    from outpace.core.kernels import VERSION, kernels
 
-    bandwidth = machine.memory_bandwidth()
+    bandwidth, described = machine.memory_bandwidth(), machine.describe()
     return {
         "outpace": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(terse=True),
-        "threads": num_threads(),
-        "cores": num_cores(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "torch": _torch(),
-        "kernels": _kernels(),
+        **{name: described[name] for name in ("python", "platform", "threads", "cores", "load")},
+        "torch": _torch() if _is_installed("torch") else None,
+        "kernels": {"version": VERSION, "instruction_sets": list(kernels.instruction_sets())},
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
         "cache": _cache_contents(),
-        "extras": {name: all(map(_is_installed, modules)) for name, (_, modules) in EXTRAS.items()},
+        "extras": {name: all(map(_is_installed, modules.split())) for name, (_, modules) in EXTRAS.items()},
     }
 
 
-def _torch() -> dict[str, Any] | None:
-    """Describe torch, if it is installed: its version, its GPUs, and whether it has oneDNN's packed products."""
-    if not _is_installed("torch"):
-        return None
+def _torch() -> dict[str, Any]:
+    """Describe torch: its version, its GPUs, and whether it has oneDNN's packed products."""
     import torch
 
     gpus = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(torch.cuda.device_count())]
     return {"version": torch.__version__, "gpus": gpus, "packed_product": torch.backends.mkldnn.is_available()}
-
-
-def _kernels() -> dict[str, Any]:
-    """Describe the native kernels: their version, and the instruction sets, the fastest first."""
-    from outpace.core.kernels import VERSION, kernels
-
-    return {"version": VERSION, "instruction_sets": list(kernels.instruction_sets())}
 
 
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
@@ -143,31 +119,26 @@ def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
 
     try:
         with display.loading_bar(quiet) as bar, load(draft=NO_DRAFT, method="autoregressive", progress=bar) as llm:
-            return _measured(llm, bandwidth)
+            process.check()
+            llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
+            process.check()
+            figures = llm.generate(["Once upon a time"], max_tokens=NUM_PASSES, plain=True)[0].figures
+            target, size = llm.target, llm.target.model.weight_bytes or 0
+            return {
+                "name": target.name,
+                "precision": target.precision,
+                "notice": target.notice,
+                "instruction_set": target.model.instruction_set,
+                "exact": target.model.exact,
+                "row_counts": list(target.model.row_counts),
+                "weight_bytes": size,
+                "floor_seconds": round(size / bandwidth, 5),
+                "pass_seconds": round(figures.target_seconds / figures.passes, 5),
+            }
     except UserError as error:
         return {"missing": str(error)}
     except Exception as error:
         return {"missing": f"it fails to load or to run ({type(error).__name__}: {error})"}
-
-
-def _measured(llm: LLM, bandwidth: float) -> dict[str, Any]:
-    model = llm.target.model
-    size = model.weight_bytes or 0
-    process.check()
-    llm.generate(["Once"], max_tokens=4, plain=True)  # the first passes are slower
-    process.check()
-    figures = llm.generate(["Once upon a time"], max_tokens=NUM_PASSES, plain=True)[0].figures
-    return {
-        "name": llm.target.name,
-        "precision": llm.target.precision,
-        "notice": llm.target.notice,
-        "instruction_set": model.instruction_set,
-        "exact": model.exact,
-        "row_counts": list(model.row_counts),
-        "weight_bytes": size,
-        "floor_seconds": round(size / bandwidth, 5),
-        "pass_seconds": round(figures.target_seconds / figures.passes, 5),
-    }
 
 
 def _is_installed(name: str) -> bool:
@@ -179,38 +150,26 @@ def _is_installed(name: str) -> bool:
 
 def _print(found: dict[str, Any]) -> None:
     """Print the verdict, then a section for each part."""
-    console = display.stdout()
-    verdict, is_ready = _verdict(found)
-    display.print_sentence(verdict, "green" if is_ready else "yellow")
-    extras = [
-        (f"{'✓' if found['extras'][name] else '·'} {name}", purpose) for name, (purpose, _) in sorted(EXTRAS.items())
-    ]
+    console, model = display.stdout(), found["model"]
+    if "missing" in model:
+        display.print_sentence(f"not ready: {model['missing']}", "yellow")
+    else:
+        rate = f"the shipped model writes about {1 / model['pass_seconds']:.0f} tokens/s by plain decoding"
+        is_busy = (found["load"] or 0.0) >= 0.5 * found["cores"]
+        verdict = "ready, but other work slows this machine down" if is_busy else "ready"
+        display.print_sentence(f"{verdict}: {rate}", "yellow" if is_busy else "green")
+    extras = [(f"{'✓' if found['extras'][name] else '·'} {name}", EXTRAS[name][0]) for name in sorted(EXTRAS)]
     if not all(found["extras"].values()):
         extras.append(("", f"not installed (·): {install_command('NAME')}"))
     sections = {
         "machine": _machine(found),
-        "shipped model": _default_model(found["model"]),
+        "shipped model": _default_model(model),
         "cache": _cache_rows(found["cache"]),
         "extras": extras,
     }
     for title, rows in sections.items():
         console.print(f"\n{title}", style="bold")
         console.print(_grid(rows))
-
-
-def _verdict(found: dict[str, Any]) -> tuple[str, bool]:
-    """Return a sentence that says whether outpace works here and how fast, and whether all is well."""
-    model = found["model"]
-    if "missing" in model:
-        return f"not ready: {model['missing']}", False
-    rate = f"the shipped model writes about {1 / model['pass_seconds']:.0f} tokens/s by plain decoding"
-    if _is_busy(found):
-        return f"ready, but other work slows this machine down: {rate}", False
-    return f"ready: {rate}", True
-
-
-def _is_busy(found: dict[str, Any]) -> bool:
-    return bool((found["load"] or 0) >= 0.5 * found["cores"])
 
 
 def _grid(rows: Iterable[tuple[str, str]]) -> Table:
@@ -223,29 +182,18 @@ def _grid(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [
+    kernels, torch = found["kernels"], found["torch"]
+    first, *others = kernels["instruction_sets"]
+    also = f" (also possible: {', '.join(others)})" if others else ""
+    without = "" if torch and torch["packed_product"] else ", without oneDNN: its passes take longer"
+    return [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
-        ("devices", ", ".join(["cpu", *(found["torch"]["gpus"] if found["torch"] else ())])),
-        ("native kernels", _kernels_line(found["kernels"])),
-        ("threads", f"{found['threads']} on {found['cores']} cores"),
-        ("torch", _torch_line(found["torch"])),
+        ("devices", ", ".join(["cpu", *(torch["gpus"] if torch else ())])),
+        ("native kernels", f"{kernels['version']}, running {first}{also}"),
+        ("threads", f"{found['threads']} on {found['cores']} cores, load {found['load'] or 0.0:.1f}"),
+        ("torch", torch["version"] + without if torch else "not installed: models run by the native kernels"),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
     ]
-    if _is_busy(found):
-        busy = f"load {found['load']:.1f} on {found['cores']} cores: an idle machine is faster than measured here"
-        rows.append(("busy", busy))
-    return rows
-
-
-def _torch_line(torch: dict[str, Any] | None) -> str:
-    if torch is None:
-        return "not installed: models run on the CPU, by the native kernels"
-    return torch["version"] + ("" if torch["packed_product"] else ", without oneDNN: its passes take longer")
-
-
-def _kernels_line(kernels: dict[str, Any]) -> str:
-    first, *others = kernels["instruction_sets"]
-    return f"{kernels['version']}, running {first}" + (f" (also possible: {', '.join(others)})" if others else "")
 
 
 def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
@@ -269,10 +217,9 @@ def _default_model(model: dict[str, Any]) -> list[tuple[str, str]]:
 def _cache_contents() -> dict[str, Any]:
     """Return the cache folder, its entries and its size; or why there is none."""
     from outpace.models.files import cache
-    from outpace.models.files.cache import cache_folder
 
     try:
-        folder = cache_folder()
+        folder = cache.cache_folder()
     except UserError as error:
         return {"missing": str(error), "folder": None, "bytes": 0, "entries": []}
     entries = [_cache_entry(entry, folder) for entry in cache.list_entries(folder)]
@@ -286,49 +233,33 @@ def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     large, small = found["entries"][:SHOWN_ENTRIES], found["entries"][SHOWN_ENTRIES:]
     lines = [("folder", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
     lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
-    if small:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in Counter(entry["kind"] for entry in small).items())
-        lines.append(("", f"{_megabytes(_total(small)):>10}  {len(small)} more ({kinds})"))
-    return lines
+    return lines + ([("", f"{_megabytes(_total(small)):>10}  {len(small)} more")] if small else [])
 
 
 def _clean_cache(unused_days: float | None, max_gib: float | None) -> dict[str, Any]:
     """Remove what outpace has made in its cache folder, or only what was not used for some days or exceeds a size;
     return what was removed, kept and why, and others' files."""
     from outpace.models.files import cache
-    from outpace.models.files.cache import cache_folder
 
-    folder = cache_folder()
-    entries = sorted(cache.list_entries(folder), key=lambda entry: entry.used)
-    total = sum(entry.bytes for entry in entries)
-    chosen = []
-    for entry in entries:  # the least recently used first
-        is_old = unused_days is not None and time.time() - entry.used > unused_days * 86400
-        is_too_much = max_gib is not None and total > max_gib * 2**30
-        if is_old or is_too_much or (unused_days is None and max_gib is None):
-            chosen.append(entry)
-            total -= entry.bytes
+    folder = cache.cache_folder()
+    entries = sorted(cache.list_entries(folder), key=lambda entry: entry.used)  # the least recently used first
+    left = sum(entry.bytes for entry in entries)
     removed, kept = list[dict[str, Any]](), list[dict[str, Any]]()
-    for entry in chosen:
-        shown = _cache_entry(entry, folder)
-        if (reason := cache.remove_entry(entry)) is None:
-            removed.append(shown)
-        else:
-            kept.append(shown | {"reason": reason})
+    for entry in entries:
+        is_old = unused_days is not None and time.time() - entry.used > unused_days * 86400
+        is_too_much = max_gib is not None and left > max_gib * 2**30
+        if is_old or is_too_much or (unused_days is None and max_gib is None):
+            left -= entry.bytes
+            shown, reason = _cache_entry(entry, folder), cache.remove_entry(entry)
+            removed += [shown] if reason is None else []
+            kept += [shown | {"reason": reason}] if reason is not None else []
     cache.remove_empty_folders(folder)
     others = [path.name for path in cache.list_foreign(folder)]
     return {"folder": str(folder), "bytes": _total(removed), "removed": removed, "kept": kept, "others": others}
 
 
 def _clean_report(found: dict[str, Any]) -> list[str]:
-    from outpace.models.files.cache import TABLES
-
-    lines = []
-    for entry in found["removed"]:
-        drafter = Path(entry["name"]).name.rpartition("-")[0]
-        again = f"; `outpace tune --drafter {drafter} --corpus FILE` makes them again"
-        line = f"removed {_megabytes(entry['bytes'])}: {entry['name']} ({entry['kind']})"
-        lines.append(line + again if entry["kind"] == TABLES else line)
+    lines = [f"removed {_megabytes(one['bytes'])}: {one['name']} ({one['kind']})" for one in found["removed"]]
     lines += [f"kept {entry['name']} ({entry['kind']}): {entry['reason']}" for entry in found["kept"]]
     if others := found["others"]:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""

@@ -97,7 +97,11 @@ def forecast(
         sys.stdout.flush()
         display.say(_sentence(forecaster, found))
     if plot is not None:
-        _draw(plot, series, found, forecaster.target.patch_length, truths)
+        from outpace.timeseries.plot import MAX_PANELS, draw
+
+        draw(plot, series, found, forecaster.target.patch_length, truths)
+        part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
+        display.say(f"plot: {plot}{part}")
 
 
 def _check_columns(file: Path, names: Sequence[str]) -> None:
@@ -145,14 +149,3 @@ def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:
     lossy = "" if forecaster.rule.lossless else "; the rule is lossy: these are not the target's forecasts"
     paths = f"{found.samples.shape[1]} paths in {stats.seconds:.2f} s"
     return f"{paths}, {stats.patches_per_forward:.2f} patches a target pass, {drafting}{share}{lossy}"
-
-
-def _draw(file: Path, series: list[TimeSeries], found: SampledForecast, patch_length: int, truths: list[Any]) -> None:
-    from outpace.timeseries.plot import MAX_PANELS, draw
-
-    try:
-        draw(file, series, found, patch_length, truths)
-    except OSError as error:
-        raise UserError(f"--plot: {file} cannot be written: {error.strerror}") from None
-    part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
-    display.say(f"wrote {file}{part}")

@@ -10,8 +10,7 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.open_models import open_any
-from outpace.cli.options import JSON, SYSTEM, TEXT, ModelFlags, SamplingFlags
+from outpace.cli.options import JSON, SYSTEM, TEXT, ModelFlags, SamplingFlags, open_any
 from outpace.core.errors import UserError
 from outpace.models.files.reading import read_named_text
 

@@ -4,6 +4,7 @@ accepted, and the likely reason if few are."""
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ POOR = 1.3  # mean accepted length below which something is probably wrong
 CARD = "README.md"
 CLAIM = re.compile(r"accept\w*[ _-]+length|tokens? per (?:target )?pass", re.IGNORECASE)
 NUMBER = re.compile(r"(?<![\w.])(\d{1,2}\.\d{1,3})(?![\w.%])")  # a length, not a version or a share
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 QUANTISED = ("int4", "int8", "file")  # precisions whose hidden states differ from those in training
 
 
@@ -46,11 +48,7 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
             "layers": llm.target.model.num_layers,
             "output_rows": head.num_rows,
             "vocabulary": llm.target.model.vocab_size,
-            "norms": [
-                name
-                for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-                if getattr(head, name)
-            ],
+            "norms": [name for name in NORMS if getattr(head, name)],
             "target_precision": llm.target.precision,
             "head_precision": llm.draft.precision,
             "chat_template": llm.tokenizer.has_template,
@@ -67,48 +65,37 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
 def claimed_length(path: Path | None) -> list[float] | None:
     """Return the smallest and the largest mean accepted length that a head's card states; None if it states none.
 
-    Looked at are lines that name such a length, and the rows of a table whose head, or the line above it, does.
+    Looked at are lines that name such a length, and tables that do or that follow such a paragraph.
     """
     if path is None or not (card := (path if path.is_dir() else path.parent) / CARD).is_file():
         return None
-    lengths, in_table, named = list[float](), False, False
-    for line in card.read_text(encoding="utf-8", errors="replace").splitlines():
-        is_row = line.lstrip().startswith("|")
-        has_ended = in_table and not is_row
-        if CLAIM.search(line):
-            named = True
-        elif has_ended or (line.strip() and not is_row):
-            named = False
-        in_table = is_row and (in_table or named)
-        if in_table or CLAIM.search(line):
-            lengths += [value for value in map(float, NUMBER.findall(line)) if 1.0 <= value <= 17.0]
+    lengths = list[float]()
+    for before, part in pairwise(["", *card.read_text(encoding="utf-8", errors="replace").split("\n\n")]):
+        is_table = part.startswith("|") and CLAIM.search(before + part) is not None
+        lines = [line for line in part.splitlines() if is_table or CLAIM.search(line)]
+        lengths += [value for value in map(float, NUMBER.findall("\n".join(lines))) if 1.0 <= value <= 17.0]
     return [min(lengths), max(lengths)] if lengths else None
 
 
 def advise(found: dict[str, Any]) -> str:
     """Return a sentence on the mean accepted length, with the likeliest reason if it is poor."""
-    length = found["mean_accepted_length"]
+    length, trained, precision = (found[name] for name in ("mean_accepted_length", "trained_for", "target_precision"))
     if length >= POOR:
         return f"{length:.2f} tokens per target pass with a draft length of {LENGTH}: the head fits the target"
-    if claim := found["claimed_length"]:
-        return f"{_reason(found)}; the head's card states {claim[0]:.2f} to {claim[1]:.2f} tokens per target pass"
-    return _reason(found)
-
-
-def _reason(found: dict[str, Any]) -> str:
-    """Return the likeliest reason of a poor mean accepted length."""
-    trained = found["trained_for"]
     if trained and Path(trained).name.lower() not in str(found["target"]).lower():
-        return f"the head was trained for {trained}, and the target is {found['target']}"
-    if not found["chat_template"]:
-        return "the target has no chat template, but heads are mostly trained on chats"
-    if found["target_precision"] in QUANTISED:
-        precision = found["target_precision"]
-        return f"the target's weights are {precision}, but heads are trained with 16-bit weights: try --dtype bfloat16"
-    return (
-        f"the head was probably trained on other hidden states than those after layers {found['taps']}, with other"
-        " norms, or for another model of this shape: compare its config.json with its model card"
-    )
+        reason = f"the head was trained for {trained}, and the target is {found['target']}"
+    elif not found["chat_template"]:
+        reason = "the target has no chat template, but heads are mostly trained on chats"
+    elif precision in QUANTISED:
+        reason = f"the target's weights are {precision}, heads are trained with 16-bit weights: try --dtype bfloat16"
+    else:
+        reason = (
+            f"the head was probably trained on other hidden states than those after layers {found['taps']}, with other"
+            " norms, or for another model of this shape: compare its config.json with its model card"
+        )
+    claim = found["claimed_length"]
+    said = f"; the head's card states {claim[0]:.2f} to {claim[1]:.2f} tokens per target pass" if claim else ""
+    return reason + said
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:

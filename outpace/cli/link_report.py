@@ -36,15 +36,14 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
     from outpace.card.wire import identity_of
 
     address = read_address(text)
-    with (
-        display.loading_bar(quiet) as bar,
-        load(target, worker=text, progress=bar, chain=True) as llm,
-    ):
+    with display.loading_bar(quiet) as bar, load(target, worker=text, progress=bar, chain=True) as llm:
         worker = llm.engine.worker
         assert isinstance(worker, RemoteWorker)
         with DrafterConnection(address, identity_of(llm.target), address.key) as connection:
-            name = _greet(connection)
-            found: dict[str, Any] = {"link": str(address), "draft": name, "target": llm.target.name}
+            hello = connection.receive(SECONDS)
+            if hello is None or isinstance(hello, Exception):
+                raise UserError(str(hello or NO_ANSWER))
+            found: dict[str, Any] = {"link": str(address), "draft": hello.hello.name, "target": llm.target.name}
             found |= _time(connection, bar)
         figures, room = [], max(llm.target.model.max_positions - MAX_TOKENS - 1, 1)
         prompts, end = collect([BUILT_IN], NUM_PROMPTS), time.monotonic() + ANSWER_SECONDS
@@ -59,14 +58,6 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
         found["step_seconds"] = worker.step_seconds
         found["acceptance"] = total.acceptance_by_position[0] if total.acceptance_by_position else None
     return found | {"speedups": _simulate(found)}
-
-
-def _greet(connection: DrafterConnection) -> str:
-    """Wait for the other side's hello; return its name."""
-    reply = connection.receive(SECONDS)
-    if reply is None or isinstance(reply, Exception):
-        raise UserError(str(reply or NO_ANSWER))
-    return str(reply.hello.name)
 
 
 def _time(connection: DrafterConnection, show: Callable[[str, float], None]) -> dict[str, float]:

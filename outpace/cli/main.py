@@ -19,7 +19,7 @@ from outpace.cli.help import Command
 from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.
-WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker", "demo")
+WITH_PASSTHROUGH = ("generate", "chat", "serve", "draft-worker")
 HELP = {"help_option_names": ["--help", "--help-all"]}
 # Commands that Ctrl-C may end at any point.
 INTERRUPTIBLE = ("demo", "bench", "distill", "judge", "tune", "simulate", "edge", "forecast")
@@ -27,6 +27,7 @@ COMMANDS = (
     *("generate", "chat", "serve", "draft-worker", "demo", "bench", "distill", "judge", "tune"),
     *("simulate", "edge", "forecast", "methods", "theory", "doctor"),
 )
+COMMAND = re.compile(r"outpace\.cli\.(?!main$|flags$)")  # modules of commands
 
 
 def build(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -124,11 +125,10 @@ def _report_bug(error: Exception) -> int:
 
     The frames of the command line's library are left out.
     """
-    frames = [error.__traceback__]
-    while (last := frames[-1]) is not None:
-        frames.append(last.tb_next)
-    own = [one for one in frames if one is not None and _is_command(one.tb_frame.f_globals.get("__name__", ""))]
-    text = "".join(traceback.format_exception(type(error), error, own[0] if own else frames[0]))
+    own = error.__traceback__
+    while own is not None and not COMMAND.match(own.tb_frame.f_globals.get("__name__", "")):
+        own = own.tb_next
+    text = "".join(traceback.format_exception(type(error), error, own or error.__traceback__))
     if os.environ.get("OUTPACE_TRACEBACK", "0") != "0":
         sys.stderr.write(text)
         return 1
@@ -143,10 +143,6 @@ def _report_bug(error: Exception) -> int:
     why = "memory ran out, a smaller model or none as draft may fit" if is_memory else "this is a bug in outpace"
     display.say(f"error: {what}; {why}; {where}", "red")
     return 1
-
-
-def _is_command(module: str) -> bool:
-    return module.startswith("outpace.cli.") and module not in ("outpace.cli.main", "outpace.cli.flags")
 
 
 if __name__ == "__main__":

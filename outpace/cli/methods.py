@@ -50,7 +50,7 @@ def methods(
         raise UserError("--json and --markdown exclude each other, leave out one of them")
     if chosen and markdown:
         raise UserError("--markdown writes the whole page, leave out --markdown or the names")
-    found = _chosen(_found(), chosen or [])
+    found = _found(chosen or ())
     if as_json:
         display.print_json({kind: [asdict(method) for method in found[kind]] for kind in found})
     elif markdown:
@@ -71,22 +71,17 @@ def page() -> str:
     return "".join(parts)
 
 
-def _found() -> Mapping[str, Sequence[Method]]:
+def _found(names: Sequence[str] = ()) -> Mapping[str, Sequence[Method]]:
+    """Describe the parts of these names by kind, or all parts; raise UserError for an unknown name."""
     from outpace.core import registry
 
-    return {kind: [registry.describe(kind, name) for name in registry.names(kind)] for kind in registry.KINDS}
-
-
-def _chosen(found: Mapping[str, Sequence[Method]], wanted: Sequence[str]) -> Mapping[str, Sequence[Method]]:
-    """Select by name, or all without names; raise UserError for an unknown name."""
+    found = {kind: [registry.describe(kind, name) for name in registry.names(kind)] for kind in registry.KINDS}
     known = {method.name for some in found.values() for method in some}
-    for name in wanted:
+    for name in names:
         if name not in known:
             raise unknown("method, drafter or rule", name, known)
-    if not wanted:
-        return found
-    some = {kind: [method for method in found[kind] if method.name in wanted] for kind in found}
-    return {kind: methods for kind, methods in some.items() if methods}
+    chosen = {kind: [method for method in some if method.name in names] for kind, some in found.items()}
+    return {kind: some for kind, some in chosen.items() if some} if names else found
 
 
 def _print_short(found: Mapping[str, Sequence[Method]]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outpace.cli.flags import flag
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError, check_range, require
 from outpace.models.files.reading import read_named_text
 from outpace.models.options import LoadOptions, Progress
 
@@ -276,6 +276,15 @@ class ModelFlags:
         """Whether the drafter is to run on a machine of a Ray cluster."""
         return self.worker is not None and self.worker.partition(":")[0] == "ray"
 
+    def given(self) -> list[str]:
+        """Return the names of the flags that differ from their defaults, those of `options` included."""
+        defaults = ModelFlags()
+        pairs = ((self, defaults), (self.options, defaults.options))
+        names = [(one.name, mine, other) for mine, other in pairs for one in fields(mine)]
+        return [
+            name for name, mine, other in names if name != "options" and getattr(mine, name) != getattr(other, name)
+        ]
+
     def only_draft(self, user: str) -> str | None:
         """Return the name of the draft model, if there is one; UserError, which names its `user`, if there are more."""
         if self.draft and len(self.draft) > 1:
@@ -301,3 +310,45 @@ class ModelFlags:
             values={name: value for name, value in extra.items() if name in self._drafter_options},
             resources=read_resources(str(self.worker)),
         )
+
+
+DRAFT_FLAGS = ("target", "draft", "drafter", "threads")  # flags that concern the draft for a target elsewhere
+TARGET_OPTIONS = ("tp_plan", "pp_plan")  # the fields of LoadOptions that concern the target alone
+
+
+def open_any(
+    model: ModelFlags, extra: Mapping[str, Any], *, quiet: bool = False, is_chat: bool = False
+) -> LLM | RemoteTarget:
+    """Load the models, or the draft alone for a target on another machine (--target grpc://HOST:PORT). With `is_chat`
+    the target needs a chat template, which is checked first."""
+    from outpace.card.link import is_address
+    from outpace.models.load import check_chat_template
+
+    if is_address(model.target):
+        return _open_remote_target(model, extra, quiet)
+    if is_chat:
+        check_chat_template(model.target)
+    return model.open(extra, quiet=quiet)
+
+
+def _open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool) -> RemoteTarget:
+    """Load the draft model for a target on another machine. UserError for flags that its server sets."""
+    require("a target on another machine", "remote", "grpc")
+    from outpace.card.link import read_address
+    from outpace.cli.display import loading_bar
+    from outpace.cluster.draft_model import build_card_drafter, load_own_draft
+    from outpace.cluster.remote_target import RemoteTarget
+    from outpace.core.lazy import set_num_threads
+
+    of_draft = [one.name for one in fields(model.options) if one.name not in TARGET_OPTIONS]
+    for name in model.given():
+        if name not in (*DRAFT_FLAGS, *of_draft):
+            raise UserError(f"leave out --{name.replace('_', '-')}: the server at {model.target} sets it")
+    chosen = model.only_draft("a target on another machine")
+    address = read_address(str(model.target))
+    if model.threads is not None:
+        set_num_threads(model.threads)
+    with loading_bar(quiet) as progress:
+        draft = load_own_draft(chosen, model.options, progress)
+    drafter = build_card_drafter(model.drafter or "model", draft, extra)
+    return RemoteTarget(address, draft, drafter, address.key)

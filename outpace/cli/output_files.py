@@ -1,12 +1,10 @@
-"""Files that a command writes: mistakes are reported before the work starts, errors after the results are shown."""
+"""Files that a command writes: mistakes are reported before the work starts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from outpace.cli import display
 from outpace.core.errors import UserError
 
 
@@ -46,22 +44,3 @@ def check_plot(flag: str, file: Path | None) -> None:
         suffixes = ", ".join(f".{name}" for name in formats)
         raise UserError(f"{flag} is {file}, its name must end with one of {suffixes}")
     check_file(flag, file)
-
-
-def write_all(writes: Iterable[Callable[[], None]]) -> list[UserError]:
-    """Call all functions and return their errors."""
-    errors = []
-    for write in writes:
-        try:
-            write()
-        except UserError as error:
-            errors.append(error)
-    return errors
-
-
-def raise_last(errors: list[UserError]) -> None:
-    """Show all errors and raise the last one, if there is any."""
-    for error in errors[:-1]:
-        display.say(f"error: {error}", "red")
-    if errors:
-        raise errors[-1]

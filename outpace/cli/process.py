@@ -137,10 +137,8 @@ def saying_what_is_kept(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        is_kept = folder is not None and folder.exists()
-        raise KeyboardInterrupt(
-            f"the same command continues in {folder}" if is_kept else "nothing was stored"
-        ) from error
+        kept = f"the same command continues in {folder}" if folder and folder.exists() else "nothing was stored"
+        raise KeyboardInterrupt(kept) from error
 
 
 @contextmanager
@@ -169,24 +167,19 @@ class OutputError(UserError):
     """Standard output cannot be written."""
 
 
-class _Output(io.FileIO):
+class _Stream(io.FileIO):
+    """A standard stream: errors of stdout are OutputErrors; stderr drops what cannot be written, for there is no other
+    place to report it."""
+
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            if self.fileno() == 2:
+                return memoryview(data).nbytes
+            if isinstance(error, BrokenPipeError):
+                raise
             raise OutputError(f"standard output cannot be written ({error.strerror})") from error
-
-
-class _ErrorOutput(io.FileIO):
-    """Drops what cannot be written: there is no other place to report it."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
 
 
 def prepare_streams() -> None:
@@ -196,10 +189,25 @@ def prepare_streams() -> None:
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, so that no other file can get it
-    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _rewrap(sys.stderr, _ErrorOutput)  # noqa: SIM115
+    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _checked(sys.stderr)  # noqa: SIM115
     if sys.stdout is None:
         raise OutputError("standard output is closed, there is nowhere to write to")
-    sys.stdout = _rewrap(sys.stdout, _Output)
+    sys.stdout = _checked(sys.stdout)
+
+
+def _checked(stream: TextIO) -> TextIO:
+    """Return the same stream over `_Stream`; a stream that is not a plain file stays as it is."""
+    buffer = getattr(stream, "buffer", None)
+    file = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer above the file
+    if type(file) is not io.FileIO:
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Stream(file.fileno(), "w", closefd=False)),
+        stream.encoding,
+        errors="replace",  # a terminal that cannot show a character must not end the command
+        line_buffering=bool(stream.line_buffering),
+    )
 
 
 def silence_output() -> None:
@@ -223,18 +231,3 @@ def standard_input() -> Iterator[TextIO]:
         raise UserError(f"standard input is not text in {error.encoding} (byte {error.start})") from error
     except OSError as error:
         raise UserError(f"standard input cannot be read ({error.strerror or error})") from error
-
-
-def _rewrap(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """Return the same file with another raw class; a stream that is not a plain file stays as it is."""
-    file = getattr(getattr(stream, "buffer", None), "raw", None) or getattr(stream, "buffer", None)
-    if type(file) is not io.FileIO:
-        return stream
-    stream.flush()
-    raw = kind(file.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        stream.encoding,
-        errors="replace",  # a terminal that cannot show a character must not end the command
-        line_buffering=bool(stream.line_buffering),
-    )

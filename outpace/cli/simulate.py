@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,12 +13,11 @@ from rich.live import Live
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import JSON
-from outpace.cli.output_files import check_file, check_plot, raise_last, write_all
+from outpace.cli.output_files import check_file, check_plot
 from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
-    from outpace.simulate.run import LiveModels
     from outpace.simulate.trace import Trace
 
 
@@ -32,17 +30,6 @@ class PairFlags:
     acceptance: float | None = flag(None, "Instead of a trace: the chance that a draft token is accepted.")
     answers: int | None = flag(None, "Use at most this many of the trace's answers.")
     tasks: str | None = flag(None, "Use the answers of these tasks only, as in gsm8k,mt_bench.")
-    target: str | None = flag(
-        None,
-        "The target of the trace, as for outpace bench: for rows of methods that score wrong branches with it"
-        " (lookahead, ouroboros). The default is the shipped model, if a draft is named.",
-    )
-    draft: str | None = flag(None, "The draft of the trace, for the same rows; or auto.")
-
-    @property
-    def names_models(self) -> bool:
-        """Whether the models themselves run."""
-        return self.target is not None or self.draft is not None
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,6 @@ class OutputFlags:
     as_json: bool = JSON
     out: Path | None = flag(None, "File for the rows of the table as JSON, written as they come.")
     wide: bool = flag(False, "Show a row for each ratio, with tokens a pass, rows a token, hit rate and idle times.")
-    markdown: bool = flag(False, "Print the table of --wide as markdown.")
     plot: Path | None = flag(None, "File for a plot of the speedup by ratio, or by delay: .png, .svg or .pdf.")
 
 
@@ -105,11 +91,9 @@ def simulate(
     says = f"width is {width!r}, it must be whole numbers such as 16 or 16,5,25"
     first, *others = numbers(width, int, says)
     sizes = SetupSizes(nodes, first, others=tuple(others))
-    rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")], pair.names_models)
+    rows = select_setups(sizes, [name.strip() for name in (methods or DEFAULT).split(",")])
     trace = _trace(pair)
-    live = _live(pair, trace)
     outcomes: list[Any] = []
-    failed: list[UserError] = []
     summary = report.about(trace, sizes, times.devices)
     title = f"{trace.draft} for {trace.target}: {summary['answers']} answers, {summary['tokens']} tokens"
     console = display.stderr()
@@ -121,21 +105,21 @@ def simulate(
             else:
                 live_table.update(Group(report.table(outcomes, title, output.wide), f"{done + 1} of {total}: {what}"))
 
-        for outcome in run.simulate(trace, rows, costs, times.devices, progress, live, delays):
+        for outcome in run.simulate(trace, rows, costs, times.devices, progress, delays):
             outcomes.append(outcome)
             if output.out is not None:  # finished rows are kept if the rest is interrupted
-                failed = write_all([partial(write_json, output.out, report.as_rows(outcomes))])
+                with suppress(UserError):  # reported after the table
+                    write_json(output.out, report.as_rows(outcomes))
     if output.as_json:
         display.print_json({**summary, "rows": report.as_rows(outcomes)})
-    elif output.markdown:
-        display.stdout().print(report.markdown(outcomes), soft_wrap=True)
     else:
         display.stdout().print(report.table(outcomes, title, output.wide))
         display.print_sentence(report.conclusion(outcomes))
+    if output.out is not None:
+        write_json(output.out, report.as_rows(outcomes))
     if output.plot is not None:
-        failed += write_all([partial(report.plot, outcomes, title, output.plot)])
-        display.say_written("plot", output.plot)
-    raise_last(failed)
+        report.plot(outcomes, title, output.plot)
+        display.say(f"plot: {output.plot}")
 
 
 def _costs(times: TimeFlags) -> list[Any]:
@@ -175,16 +159,3 @@ def _trace(pair: PairFlags) -> Trace:
     if pair.tasks is not None:
         raise UserError("--tasks selects answers of a trace, an assumed acceptance has none")
     return synthetic_trace(pair.acceptance or 0.0, pair.answers or 8)
-
-
-def _live(pair: PairFlags, trace: Trace) -> LiveModels | None:
-    """Load the models of the trace, if they are named."""
-    if not pair.names_models:
-        return None
-    from outpace.models.load import load_draft, load_model
-    from outpace.simulate.run import LiveModels
-
-    if pair.trace is None:
-        raise UserError("--target and --draft name the models of a trace, give it with --trace FILE")
-    target = load_model(pair.target)
-    return LiveModels(trace, target.model, load_draft(pair.draft or "auto", target).model)

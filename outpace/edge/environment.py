@@ -115,4 +115,4 @@ class CellEnvironment(ParallelEnv):
         speeds = np.exp(self._rng.uniform(-SPEEDS, SPEEDS, chosen.servers))
         world = replace(world, pass_ms=world.pass_ms * speeds)
         self._slots = [world.problem(slot, np.zeros(chosen.servers), world.battery) for slot in (0, age)]
-        self._nearest = max_sinr.associate(self._slots[0], self._rng)
+        self._nearest = max_sinr(self._slots[0], self._rng)

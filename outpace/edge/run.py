@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 
 import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.edge import associations
+from outpace.edge.associations import ASSOCIATIONS, Associate
 from outpace.edge.problem import Assignment, DeviceFigures, SlotProblem
 from outpace.edge.settings import SWEPT, EdgeSettings
+from outpace.edge.shares import equal, optimal
 from outpace.edge.world import EdgeWorld, make_world
 
 BASELINE = "max-sinr/equal"
@@ -27,7 +26,6 @@ DEFAULT = (
     *("max-sinr/optimal", "greedy/optimal", "swap/optimal", "move/optimal"),
 )
 SHARES = ("equal", "optimal", "learned")
-Associate = Callable[[SlotProblem, np.random.Generator], np.ndarray]
 Divide = Callable[[SlotProblem, np.ndarray], Assignment]
 
 
@@ -44,12 +42,6 @@ class EdgePolicy:
         return self.divide(problem, self.associate(problem, rng))
 
 
-def associations_by_name() -> list[str]:
-    """Return the names of all associations, which are those of their modules."""
-    files = (one.name for one in pkgutil.iter_modules(associations.__path__))
-    return sorted(name.replace("_", "-") for name in files if not name.startswith("_"))
-
-
 def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
     """Return a policy by its name, as in greedy/optimal."""
     if name == SERVER_ALONE:
@@ -57,17 +49,15 @@ def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
     first, slash, second = name.partition("/")
     if not slash:
         raise UserError(f"policy is {name!r}, it must be an association and shares, as in greedy/optimal")
-    if first not in associations_by_name():
-        raise unknown("association", first, associations_by_name())
+    if first not in ASSOCIATIONS:
+        raise unknown("association", first, ASSOCIATIONS)
     allowed = SHARES if first != "alone" else ("equal",)  # a device alone shares nothing
     if second not in allowed:
         raise unknown(f"shares of the policy {name!r}", second, allowed)
-    associate = import_module(f"outpace.edge.associations.{first.replace('-', '_')}").associate
-    if second != "learned":
-        return EdgePolicy(name, associate, import_module(f"outpace.edge.shares.{second}").divide)
-    if learned is None:
+    divide = learned if second == "learned" else equal.divide if second == "equal" else optimal.divide
+    if divide is None:
         raise UserError(f"the policy {name} needs a trained one: name its file with --policy, or train it with --train")
-    return EdgePolicy(name, associate, learned)
+    return EdgePolicy(name, ASSOCIATIONS[first], divide)
 
 
 def run_policy(world: EdgeWorld, policy: EdgePolicy, seed: int = 0) -> DeviceFigures:

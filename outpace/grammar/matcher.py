@@ -24,8 +24,8 @@ class _Cursor:
 
     The matcher itself never computes a mask: a copy does. llguidance 1.9 caches the last mask by the number of rows and
     the lexer's state, and `rollback` does not drop it. So a matcher that computed a mask, rolled back and reached
-    another position with the same number would return the first mask. An id beyond the vocabulary, of which a model's
-    output may have some as padding, would end a matcher with an error: it is refused before.
+    another position with the same number would return the first mask. A model's output may have more rows than the
+    vocabulary has tokens. Such an id would end a matcher with an error, so it is refused before.
     """
 
     def __init__(self, matcher: Any, start: int, num_tokens: int) -> None:

@@ -1,8 +1,8 @@
-"""Reports a simulation: a table for a terminal or Markdown, rows for JSON, and a plot by delay."""
+"""Reports a simulation: a table for a terminal, rows for JSON, and a plot by delay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def _by_setup(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Group outcomes by the setup's name and the delay."""
-    found: dict[Any, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault((outcome.setup.name, outcome.delay), []).append(outcome)
-    return list(found.values())
-
-
-def _delays(outcomes: Iterable[Outcome]) -> list[str]:
-    """Return the heading of the column of delays, if there are any."""
-    return ["delay"] if any(outcome.delay for outcome in outcomes) else []
-
-
-def _delay(rows: Sequence[Outcome]) -> str:
-    """Return the text in the column of delays."""
-    return "" if rows[0].delay is None else f"{rows[0].delay:g}"
-
-
-DETAILS = ("tokens/pass", "rows/token", "hit rate", "target idle", "drafter idle")
-
-
-def _details(rows: Sequence[Outcome]) -> list[list[str]]:
-    """Return the columns besides the speedups, each with a text per ratio of times."""
-    return [
-        [f"{row.figures.mean_accepted_length:.2f}" for row in rows],
-        [f"{row.rows_per_token:.1f}" for row in rows],
-        [_percent(row.figures.hit_rate) for row in rows],
-        [_percent(row.target_idle) for row in rows],
-        [_percent(row.draft_idle) for row in rows],
-    ]
+DETAILS: tuple[tuple[str, Callable[[Outcome], str]], ...] = (  # columns of the wide table
+    ("tokens/pass", lambda row: f"{row.figures.mean_accepted_length:.2f}"),
+    ("rows/token", lambda row: f"{row.rows_per_token:.1f}"),
+    ("hit rate", lambda row: _percent(row.figures.hit_rate)),
+    ("target idle", lambda row: _percent(row.target_idle)),
+    ("drafter idle", lambda row: _percent(row.draft_idle)),
+)
 
 
 def _percent(share: float | None) -> str:
@@ -63,16 +40,22 @@ def table(outcomes: Sequence[Outcome], title: str, is_wide: bool) -> Table:
     what = "speedup over plain decoding, by ratio T_target / T_draft"
     made = Table(title=f"{title}\n{what}", title_justify="left", box=box.SIMPLE_HEAD)
     made.add_column("method", overflow="fold")
-    delays = _delays(outcomes)
-    columns = ("ratio", "speedup", *(name.replace(" ", "\n") for name in DETAILS)) if is_wide else _costs(outcomes)
-    for name in (*delays, *columns):
+    delays = ["delay"] if any(outcome.delay for outcome in outcomes) else []
+    details = [name.replace(" ", "\n") for name, _ in DETAILS]
+    for name in (*delays, *(("ratio", "speedup", *details) if is_wide else _costs(outcomes))):
         made.add_column(name, justify="right", no_wrap=True)
-    for rows in _by_setup(outcomes):
-        start = [_title(rows), *(_delay(rows) for _ in delays)]
-        if not is_wide:
+    by_setup: dict[tuple[str, float | None], list[Outcome]] = {}
+    for outcome in outcomes:
+        by_setup.setdefault((outcome.setup.name, outcome.delay), []).append(outcome)
+    for (_, delay), rows in by_setup.items():
+        lengths = dict.fromkeys(str(row.draft_length) for row in rows if row.draft_length)
+        start = [rows[0].setup.title + (f", {'/'.join(lengths)} long" if lengths else "")]
+        start += ["" if delay is None else f"{delay:g}" for _ in delays]
+        if is_wide:
+            for row in rows:
+                made.add_row(*start, row.costs, f"{row.speedup:.2f}", *(show(row) for _, show in DETAILS))
+        else:
             made.add_row(*start, *(f"{row.speedup:.2f}" for row in rows))
-        for row, details in zip(rows, zip(*_details(rows), strict=True), strict=True) if is_wide else ():
-            made.add_row(*start, row.costs, f"{row.speedup:.2f}", *details)
     return made
 
 
@@ -84,18 +67,6 @@ def conclusion(outcomes: Sequence[Outcome]) -> str:
             best[outcome.costs] = outcome
     found = [f"{row.setup.title} at {costs} ({row.speedup:.2f}x)" for costs, row in best.items()]
     return f"fastest: {', '.join(found)}; all texts equal"
-
-
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """Return the table as Markdown."""
-    delays = _delays(outcomes)
-    heading = ["T_target / T_draft", *delays, *_costs(outcomes), *DETAILS]
-    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
-    for rows in _by_setup(outcomes):
-        details = ("" if "-" in texts else ", ".join(texts) for texts in _details(rows))
-        cells = [_title(rows), *(_delay(rows) for _ in delays), *(f"{row.speedup:.2f}" for row in rows), *details]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def about(trace: Trace, sizes: SetupSizes, devices: int) -> dict[str, Any]:
@@ -135,11 +106,6 @@ def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
         }
         for outcome in outcomes
     ]
-
-
-def _title(rows: Sequence[Outcome]) -> str:
-    lengths = list(dict.fromkeys(str(row.draft_length) for row in rows if row.draft_length))
-    return rows[0].setup.title + (f", {'/'.join(lengths)} long" if lengths else "")
 
 
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:

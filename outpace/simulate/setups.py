@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import check_whole, unknown
 from outpace.decoders.base import Decoder
 
 PLAIN, EVERY, ALL = "autoregressive", "every", "all"
 DEFAULT = "speculative,card,planned"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths to try for methods that have one
-LIVE = ("lookahead", "ouroboros")
 _MOST_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
 _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, which begins with the method
@@ -65,11 +64,6 @@ class Setup:
     drafter: str = "model"
 
     @property
-    def is_live(self) -> bool:
-        """Whether the drafter uses the target's answers on wrong branches, so that the models have to run."""
-        return self.drafter in LIVE
-
-    @property
     def decoder(self) -> type[Decoder]:
         found: type[Decoder] = registry.find("decoders", self.method)
         return found
@@ -89,13 +83,6 @@ def setups(sizes: SetupSizes) -> list[Setup]:
         if name not in (PLAIN, "speculative", *_TITLES):
             has_length = "draft_length" in {one.name for one in fields(registry.find("decoders", name).Options)}
             found.append(Setup(name, name, name, n, tree, LENGTHS if has_length else ()))
-    window = registry.find("drafters", "lookahead").Options()
-    rows = (window.window + window.guesses) * (window.ngram - 1) + 1
-    length = {"draft_length": 1}
-    found += [
-        Setup("lookahead", f"lookahead, {rows} rows", "speculative", rows, length, drafter="lookahead"),
-        Setup("ouroboros", "Ouroboros", "speculative", n, tree, LENGTHS, drafter="ouroboros"),
-    ]
     for name, (title, options) in _PARTS.items():
         found.append(Setup(name, title, name.partition("-")[0], n, tree | options))
     for width in dict.fromkeys((_PUBLISHED_WIDTH, sizes.width, *sizes.others)):
@@ -111,22 +98,16 @@ def setups(sizes: SetupSizes) -> list[Setup]:
     return found
 
 
-def select_setups(sizes: SetupSizes, names: Sequence[str], has_models: bool = False) -> list[Setup]:
+def select_setups(sizes: SetupSizes, names: Sequence[str]) -> list[Setup]:
     """Select setups by their names or their decoder's; plain decoding is always included.
 
-    "all" selects every setup, "every" each method, without the setups that disable a part of it. Setups that need the
-    models are only included with `has_models`.
+    "all" selects every setup, "every" each method, without the setups that disable a part of it.
     """
-    for name in names:
-        if name in LIVE and not has_models:
-            raise UserError(
-                f"{name} needs the target's answers on wrong branches, name the models with --target, --draft"
-            )
-    every = [setup for setup in setups(sizes) if has_models or not setup.is_live]
+    every = setups(sizes)
     if ALL in names:
         return every
     if EVERY in names:
-        usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others} | {*LIVE}
+        usual = {f"{method}-k{width}" for method in _TITLES for width in sizes.others}
         return [one for one in every if one.name == one.method or one.method == "speculative" or one.name in usual]
     known = {setup.name for setup in every}
     allowed = known | {setup.method for setup in every}

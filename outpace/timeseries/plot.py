@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from outpace.core.errors import UserError
 from outpace.timeseries.forecaster import SampledForecast
 from outpace.timeseries.frames import TimeSeries
 
@@ -28,25 +30,21 @@ def draw(
     truths: Sequence[np.ndarray] = (),
 ) -> None:
     """Write a plot of the first six series; `truths` are the true values, if they are known."""
-    shown = min(len(series), MAX_PANELS)
+    num_panels = min(len(series), MAX_PANELS)
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 0.8 + 2.9 * shown), layout="constrained")
-        panels = figure.subplots(shown, 1, squeeze=False)[:, 0]
+        figure = Figure(figsize=(10, 0.8 + 2.9 * num_panels), layout="constrained")
+        panels = figure.subplots(num_panels, 1, squeeze=False)[:, 0]
         for number, axes in enumerate(panels):
             truth = truths[number] if truths else None
             _draw_one(axes, series[number], forecast, number, patch_length, truth)
-        shown_by = {
-            label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            [*shown_by.values()],
-            [*shown_by],
-            loc="outside upper center",
-            ncols=len(shown_by),
-            frameon=False,
-            fontsize=9,
-        )
-        figure.savefig(file, dpi=120)
+        pairs = (pair for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True))
+        shown = {label: handle for handle, label in pairs}
+        style: dict[str, Any] = {"ncols": len(shown), "frameon": False, "fontsize": 9}
+        figure.legend([*shown.values()], [*shown], loc="outside upper center", **style)
+        try:
+            figure.savefig(file, dpi=120)
+        except OSError as error:
+            raise UserError(f"the plot cannot be written to {file} ({error})") from error
 
 
 def _draw_one(
