@@ -25,7 +25,7 @@ PLAIN = {
     "chat": ("--max-tokens 16", r"auto: \d+\.\d tokens/s"),
     "demo": ("--max-tokens 24 --rounds 1", r"same text|equal"),
     "bench": ("--prompts 1 --max-tokens 16 --methods auto", r"fastest.*texts equal"),
-    "tune": ("--max-tokens 16 --rounds 1", r"draft step of 1 row +\d+\.\d\d ms"),
+    "tune": ("--max-tokens 16 --rounds 1", r"round of 1 row +\d+\.\d\d ms"),
     "simulate": ("--acceptance 0.7 --answers 1 --ratio 7 --methods card", r"fastest: CARD at 7"),
     "edge": ("--worlds 1 --slots 2", r"time|device"),
     "forecast": ("{here}/sales.csv --horizon 8 --samples 4", r"patches a target pass"),
