@@ -30,7 +30,7 @@ class CompositeState(DraftState):
         """Return a part's own state, with what was set for the next growth."""
         own = self.parts[number]
         own.source, own.directives, own.base = self.source, self.directives, self.base
-        own.has_other_requests = self.has_other_requests
+        own.max_read = self.max_read
         return own
 
 

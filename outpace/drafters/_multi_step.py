@@ -209,7 +209,7 @@ class MultiStepExpander:
             self._options.tree_nodes,
             state.directives.share,
             math.log(floor) if floor else -math.inf,
-            state.session.capacity - len(state.tokens) + state.start,
+            state.deepest(tree),
             self._pick_models.of(request).trust,
             1.0 if request.sampling.is_greedy else request.sampling.temperature,
             _keys(request, len(state.tokens), max(depths) + count),
