@@ -287,17 +287,18 @@ class TreeExpander:
         """While others wait, read a part of each text of which more is missing than may be read in this growth, those
         that will be read soonest first; return the places of these requests. Texts beyond the model's context are not
         read."""
-        left, lagging = min([state.max_read for state in states], default=UNLIMITED), dict[int, int]()  # by place
-        if self._on_base or left == UNLIMITED:
+        if self._on_base or all(state.max_read == UNLIMITED for state in states):
             return set()
         for state in states:
             self.begin(state)
+        lagging, read = dict[int, int](), 0  # tokens to read by place, and of all texts
         for place in sorted(range(len(states)), key=lambda place: states[place].missing):
-            state, most = states[place], min(left, CHUNK)
+            state = states[place]
+            most = max(min(state.max_read - read, CHUNK), 0)
             if state.room >= 0:
                 if state.missing > most:
                     lagging[place] = most
-                left -= min(state.missing, most)
+                read += min(state.missing, most)
         self._read([(states[place], count) for place, count in lagging.items() if count])
         return set(lagging)
 

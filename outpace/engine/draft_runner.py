@@ -161,13 +161,13 @@ class DraftRunner:
 
     def _max_read(self, sequence: TokenSequence, requests: int) -> int:
         """Return how many tokens of texts this sequence's draft model may read in one growth, while other requests
-        wait: a chunk for each if its time is unknown."""
-        if not sequence.request.rule.traits.same_text:
-            return _READ  # the text depends on when it is drafted, so it must not depend on the clock
+        wait: a chunk for each if its time is unknown, or if the text depends on when it is drafted."""
         drafter, costs = self._of(sequence), self._costs
         sources = () if drafter is None else drafter.capabilities.sources
         token = max([costs.draft_prefill_seconds(source, 1) for source in sources if source.runs_model], default=0.0)
-        return max(int(costs.reading_seconds(requests) / token), _READ) if token else requests * CHUNK
+        if not token or not sequence.request.rule.traits.same_text:
+            return requests * CHUNK
+        return max(int(costs.reading_seconds(requests) / token), _READ)
 
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
         """Let the worker draft for these sequences, then resume their decoders. The drafter is not awaited for the last
