@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 PREFIX = -1  # the parent of the root
-UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30  # a depth or a number of tokens that nothing reaches
 
 
 class LabelledEnum(IntEnum):
@@ -76,7 +76,7 @@ class TokenTree(kernels.TokenTree):
     If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. Children that score below
     `min_score` need not be added either, except the best one below each node. `current_source` is the drafter that is
     adding nodes now, `width` the most nodes that its model may expand in one forward (0: the drafter's own limit).
-    Nodes deeper than `max_depth` cannot be written any more: they need not be added, and no copy has them. `drawn` has
+    Nodes deeper than `max_depth` cannot be written any more; they need not be added, and `copy` omits them. `drawn` has
     the drawn children by node, in the order in which they were drawn.
 
     One thread at a time uses a tree.

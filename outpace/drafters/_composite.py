@@ -212,6 +212,7 @@ class DraftSelector(CompositeDrafter):
     def _compare(self, state: SelectorState, tokens: Sequence[int]) -> None:
         """Learn what probability each draft gives to the written tokens."""
         for number, (part, inner) in enumerate(zip(self.parts, state.parts, strict=True)):
+            inner.max_read = state.max_read
             for log in part.likelihood(inner, tokens) or ():
                 state.shares[number].learn(math.exp(log))
                 self._shares[number].learn(math.exp(log))

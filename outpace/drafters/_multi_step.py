@@ -190,7 +190,7 @@ class MultiStepExpander:
             return 1
         if self._chosen is not None:
             return most
-        left = round(self._usual) - state.multi_step.taken + 1
+        left = min(round(self._usual) - state.multi_step.taken + 1, job.tree.max_depth)
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
     def _request(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
