@@ -241,12 +241,14 @@ def go_every_way(
     *,
     vocab: int = 3,
     num_others: int = 0,
+    ends: bool = False,
     **more: Any,
 ) -> Found:
-    """Run the real engine once for every outcome, in a batch with `num_others` requests that decode plainly."""
+    """Run the real engine once for every outcome, in a batch with `num_others` requests that decode plainly. The text
+    goes on after the `length` tokens that are compared, unless it `ends` there, where trees become less deep."""
     chance, target = rule.random_source, TARGETS[vocab]
     assert isinstance(chance, Enumerating)
-    request = make_request(PROMPT, rule, length, **ASKED[asked], **more)
+    request = make_request(PROMPT, rule, length if ends else length + 16, **ASKED[asked], **more)
     accepted = 0.0
 
     def write() -> Sequence[int]:
@@ -258,11 +260,11 @@ def go_every_way(
             for number in range(num_others):
                 other = make_request(PROMPT[number:], "match", 1, temperature=1.0)
                 engine.submit(other, Autoregressive, Autoregressive.Options())
-            while run.finish_reason is None:
+            while run.finish_reason is None and len(run.tokens) < length:
                 engine.step()
         assert run.error is None, run.error
         accepted += chance.probability * summarize(run.history.steps[:1]).accepted
-        return run.tokens
+        return run.tokens[:length]
 
     texts = texts_by_chance(chance, write)
     return Found(texts, accepted)

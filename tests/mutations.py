@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,20 +186,29 @@ def recover_from_root(tree: TokenTree, picks: Sequence[int], follow: Original) -
     return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
 
 
-def ignore_end(reason: str) -> Callable[[Original], Original]:
-    """All tokens of the round that ends for this reason, also those behind the end."""
+def ignore_stop(commit: Original) -> Original:
+    """All tokens of the round in which a stop token ends the text, also those behind it."""
 
-    def make(commit: Original) -> Original:
-        def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
-            before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
-            result = commit(run, tree, verdict, drafted)
-            if run.finish_reason == reason:
-                run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
-            return result
+    def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
+        before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
+        result = commit(run, tree, verdict, drafted)
+        if run.finish_reason == "stop":
+            run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+        return result
 
-        return mutated
+    return mutated
 
-    return make
+
+def allow_one_more(commit: Original) -> Original:
+    def mutated(run: Any, *given: Any) -> Any:
+        asked = run.request
+        run.request = replace(asked, max_tokens=asked.max_tokens + 1)
+        try:
+            return commit(run, *given)
+        finally:
+            run.request = asked
+
+    return mutated
 
 
 def reroot_at_sibling(move: Original) -> Original:
@@ -257,8 +267,8 @@ MUTATIONS = [
     Mutation("accept a child without looking at its token", [types.Rule], "walk", following(accept_any_child)),
     Mutation("accept a late child whose token differs", [types.Rule], "walk", following(accept_any_late_child), late),
     Mutation("recovery token taken from the root's row", [types.Rule], "walk", following(recover_from_root)),
-    Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_end("stop")),
-    Mutation("text after max_tokens", [running.TokenSequence], "commit", ignore_end("length")),
+    Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_stop),
+    Mutation("text after max_tokens", [running.TokenSequence], "commit", allow_one_more),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
     Mutation("correct() re-roots at a grandchild", [cache.CandidateCache], "_move", reroot_at_grandchild),
     Mutation("query not closed under ancestors", [TokenTree], "best_copy", skip_an_ancestor),

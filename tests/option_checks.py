@@ -38,7 +38,8 @@ WISHES = [wishes_of(option)[place][0] for place in (1, 3) for option in OPTIONS]
 # Written before any mistake is put in, by the slow twins.
 EXPECTED = [write_slowly(TARGET, wish) for wish in WISHES]
 STEM = tuple((7 * place * place + place) % 16 for place in range(90))
-TURNS = [make_request((*STEM, number, 3), max_tokens=6) for number in (1, 2, 2)]
+ENDS = {number: write(TARGET, make_request((*STEM, number, 3), max_tokens=6))[3] for number in (1, 2)}
+TURNS = [make_request((*STEM, number, 3), stop_ids=frozenset({ENDS[number]})) for number in (1, 2, 2)]
 TEXTS = [write(TARGET, request) for request in TURNS]
 DRAWN = [("garbage", "top-k"), ("partial", "bare"), ("siblings", "bare")]
 

@@ -17,20 +17,28 @@ from outpace.api import scoring
 from outpace.api.llm import LLM
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.loop import DraftedRequest, DraftLoop
+from outpace.core.distribution import TokenDistribution, distribution_of
 from outpace.core.drafting import DraftDirectives
+from outpace.core.tree import UNLIMITED
 from outpace.decoders import pearl, planned, ssd
 from outpace.distill import judge as training
-from outpace.drafters import _tree_expander
+from outpace.drafters import _tree_expander, translated
 from outpace.drafters._composite import DraftSelector
+from outpace.drafters._lookup import LookupDrafter
 from outpace.drafters._model_drafter import BaseModelDrafter
+from outpace.drafters._tree_expander import ExpansionState
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
+from outpace.drafters.suffix import SuffixDrafter
+from outpace.engine.draft_runner import DraftRunner
+from outpace.engine.prefill import PrefillCostModel
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage
 from outpace.models.llama.torch import attention
+from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import Overlap
+from outpace.rules import _ratio, judge
 from outpace.rules import base as rules_base
-from outpace.rules import judge
 
 HERE = Path(__file__).parent
 PATIENCE = 4.0  # seconds that a test waits for what does not come
@@ -178,7 +186,68 @@ def worse_branch(longest_path: Original) -> Original:
     return lambda tree, rows, cost: longest_path(tree, rows, lambda *edge: None if cost(*edge) is None else 0)
 
 
+def without_an_end(growth: Original) -> Original:
+    """What adds nodes to a tree does not know where the text ends."""
+
+    def mutated(self: Any, state: Any, tree: Any, *given: Any, **more: Any) -> Any:
+        most, tree.max_depth = tree.max_depth, UNLIMITED
+        try:
+            return growth(self, state, tree, *given, **more)
+        finally:
+            tree.max_depth = most
+
+    return mutated
+
+
+def by_the_reciprocal(probabilities: Original) -> Original:
+    return lambda self: self.weights * self.weights.dtype.type(1.0 / self.total if self.total else 0.0)
+
+
+def without_a_limit(rows_within: Original) -> Original:
+    return lambda self, seconds: max(int(seconds / self._row), 1) if self._row else self._most
+
+
 MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
+    "test_answer_ends.py::test_every_drafter_stops_where_a_tree_may_not_grow": [
+        ("ends: copies go on beyond the end", LookupDrafter, "attach_branch", without_an_end),
+        ("ends: probes go on beyond the end", LookaheadDrafter, "_probe", without_an_end),
+        ("ends: continuations go on beyond the end", SuffixDrafter, "propose", without_an_end),
+        ("ends: translated drafts go on beyond the end", translated, "_can_read", returning(True)),
+    ],
+    "test_answer_ends.py::test_a_draft_has_one_forward_less_than_tokens_are_left": [
+        (
+            "ends: a draft model goes on beyond the end",
+            ExpansionState,
+            "deepest",
+            lambda f: lambda self, tree: self.room,
+        )
+    ],
+    "test_answer_ends.py::test_a_worker_s_tree_ends_with_the_answer": [
+        ("ends: a worker goes on beyond the end", DraftedRequest, "limit_depth", nothing)
+    ],
+    "test_mixed_prompts.py::test_a_stream_goes_on_while_prompts_are_read": [
+        ("prefill: streams wait for whole chunks", PrefillCostModel, "rows_within", returning(UNLIMITED))
+    ],
+    "test_mixed_prompts.py::test_the_first_pass_beside_a_request_that_writes_is_short_too": [
+        ("prefill: a few rows tell what many cost", PrefillCostModel, "rows_within", without_a_limit)
+    ],
+    "test_mixed_prompts.py::test_a_prompt_is_read_while_many_write": [
+        ("prefill: a prompt waits for those that write", CostModel, "reading_seconds", returning(0.01))
+    ],
+    "test_mixed_prompts.py::test_a_draft_reads_a_prompt_for_no_longer_than_the_others_can_wait": [
+        ("prefill: a draft reads whole chunks", DraftRunner, "_max_read", returning(UNLIMITED - 1))
+    ],
+    "test_distribution.py::test_what_removals_leave_is_a_distribution_however_little_it_weighs": [
+        ("rules: a reciprocal that float32 does not hold", TokenDistribution, "_probabilities", by_the_reciprocal)
+    ],
+    "test_every_rule.py::test_scores_without_a_finite_maximum_raise_nothing": [
+        (
+            "rules: scores without a maximum have no p",
+            _ratio.NodeScores,
+            "_p",
+            lambda f: lambda self, sampling: distribution_of(self.scores, sampling),
+        )
+    ],
     "test_work.py::test_the_host_waits_once_for_a_batch": [
         ("offers on a device: the host waits for each row", rules_base, "_top_k_by_rank", row_by_row)
     ],

@@ -65,6 +65,19 @@ def with_zero(attribute: str) -> Original:
     return make
 
 
+def with_tokens_left(original: Original) -> Original:
+    """A method that runs as if many tokens were left."""
+
+    def mutated(self: Any, *given: Any) -> Any:
+        left, self._context.tokens_left = self._context.tokens_left, 1000
+        try:
+            return original(self, *given)
+        finally:
+            self._context.tokens_left = left
+
+    return mutated
+
+
 def always_deeper(next_width: Original) -> Original:
     return lambda self, tree, model: int(model.layers < self._options.deepest)
 
@@ -176,6 +189,12 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_planner.py::test_a_long_prompt_is_not_read_for_a_few_tokens": [
         ("planner: any prompt is worth reading", ModelSource, "may_save", returning(1e9)),
+    ],
+    "test_planner.py::test_no_layer_is_planned_that_cannot_be_written": [
+        ("planner: layers beyond the end are planned", Planner, "next_width", with_tokens_left),
+    ],
+    "test_planner.py::test_a_layer_has_no_parents_where_the_text_ends": [
+        ("planner: the last tokens have children", Planner, "_reach", with_tokens_left),
     ],
     "test_planner.py::test_each_text_finds_out_what_its_draft_is_worth": [
         ("planner: nothing is explored", Planner, "_explores", returning(False)),

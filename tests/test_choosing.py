@@ -17,6 +17,7 @@ from outpace.api.llm import LLM
 from outpace.bench.tune import tune
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
+from outpace.core.types import Observation
 from outpace.drafters._composite import DraftSelector, SharedTree, expected_speed
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
@@ -185,3 +186,24 @@ def test_tuning_ranks_the_drafts(target: Loaded, tmp_path: Path, monkeypatch: py
     assert list(found.drafts.values()) == sorted(found.drafts.values(), reverse=True)
     assert set(found.rates) == {"auto", "planned", "autoregressive"}
     assert len(list((tmp_path / "profiles").iterdir())) == 3
+
+
+def test_no_draft_reads_more_than_the_others_can_wait_for() -> None:
+    """Those that are only compared neither: they read a part in each comparison."""
+    sizes: list[int] = []
+
+    class Noting(QuickToy):
+        def score(self, forest: Any) -> Any:
+            sizes.append(sum(len(part.tokens) for part in forest))
+            return super().score(forest)
+
+    drafter = choosing(Noting(16, 3, 0), Noting(16, 2, 99))
+    request = make_request([place * place % 13 for place in range(200)], max_tokens=200)
+    state, text = drafter.open(request), write(TARGET, request)
+    state.max_read = 40
+    for place, token in enumerate(text[:5]):
+        tree = TokenTree(([request.prompt[-1], *text])[place], place, place + 1)
+        drafter.grow([state], [tree])
+        drafter.observe(state, Observation([tree.ids[0]], [token], TokenTree(token, place + 50, place + 60)))
+    assert max(sizes) <= 40 + 5
+    assert sum(sizes) > 200, "in the end both have read it"

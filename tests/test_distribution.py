@@ -13,7 +13,7 @@ from test_ranking import SAMPLINGS as FILTERS
 from test_ranking import VOCABULARIES as SIZES
 from test_ranking import shapes
 
-from outpace.core.distribution import TokenDistribution, distribution_of
+from outpace.core.distribution import TokenDistribution, distribution_of, one_hot
 from outpace.core.sampling import Sampling, log_probs
 from outpace.core.types import Row
 from outpace.rules.match import Match
@@ -136,3 +136,26 @@ def test_float32_rows_keep_p_to_its_own_precision() -> None:
     rest = p.above(q)
     written = accepted + (1.0 - accepted.sum()) * rest.wide(vocab)
     assert np.abs(written - exact).sum() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("left", [(1.0,), (1.0, 3.0, 0.0, 4.0), (5.0, 0.0, 2.0**20)])
+def test_what_removals_leave_is_a_distribution_however_little_it_weighs(dtype: type, left: tuple[float, ...]) -> None:
+    """The sum of what is left is so small that its reciprocal is infinite."""
+    weights = np.array([1.0, *(one * float(np.finfo(dtype).smallest_subnormal) for one in left)], dtype)
+    exact = np.array([0.0, *left]) / sum(left)
+    removed, rest = TokenDistribution(weights).without(0), TokenDistribution(weights).above(one_hot(0))
+    for chances in (removed, rest, rest.without(0)):
+        assert chances.wide(len(weights)) == pytest.approx(exact)
+        assert [chances.of(token) for token in range(len(weights))] == pytest.approx(exact)
+        assert chances.entropy == pytest.approx(-sum(p * math.log(p) for p in exact if p))
+        assert {chances.at(number) for number in EDGES} <= {*np.flatnonzero(exact)}
+        assert one_hot(1).above(chances).total == pytest.approx(1.0 - exact[1])
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-20, 1e-300])
+def test_a_distribution_at_a_low_temperature_has_one_point(temperature: float) -> None:
+    for dtype in (np.float32, np.float64):
+        found = distribution_of(np.array([3.0, 3.5, -np.inf, 3.4], dtype), Sampling(temperature))
+        assert found.wide(4).tolist() == [0.0, 1.0, 0.0, 0.0]
+        assert found.entropy == 0.0

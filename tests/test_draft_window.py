@@ -94,7 +94,7 @@ def test_a_text_beyond_the_drafts_context_is_not_read_and_the_others_are_drafted
     drafter, short, model = opened(replace(SHORT, draft_window=0), [1, 2, 3])
     model.max_positions = 40
     long = drafter.open(Request((1, 2, 3) * 200, Greedy(), 400))
-    short.has_other_requests = long.has_other_requests = True
+    short.max_read = long.max_read = 512
     trees = [TokenTree(3), TokenTree(3)]
     drafter.grow([short, long], trees)
     assert [len(tree) > 1 for tree in trees] == [True, False]

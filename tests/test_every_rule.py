@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from constraints import Table
+from doubles import QuickToy, make_request
 from enumerating import (
     ASKED,
+    GARBAGE,
     PROMPT,
     TARGETS,
     Enumerating,
@@ -26,6 +30,9 @@ from turns import in_turn
 from outpace.core import registry
 from outpace.core.distribution import DecisionKey
 from outpace.core.noise import DRAW
+from outpace.core.sampling import Sampling
+from outpace.core.tree import TokenTree
+from outpace.core.types import Row
 
 LENGTH = 3
 RATIO = [
@@ -79,6 +86,71 @@ def test_every_shape(name: str, case: str) -> None:
 def test_residuals_of_several_tokens(name: str, draws: str, draft: str) -> None:
     """With four tokens more than one is left after a rejection, so that each next q and p counts."""
     check(name, Shape(draws), "bare", 1, draft, vocab=4)
+
+
+@pytest.mark.parametrize("name", RATIO)
+@pytest.mark.parametrize("shape", [Shape("2,1", 3), pytest.param(Shape("1,2", 2, 3), marks=pytest.mark.long)])
+def test_trees_become_less_deep_where_the_text_ends(name: str, shape: Shape) -> None:
+    for length in (1, 2):
+        found = go_every_way(rule_of(name, Enumerating()), "garbage", shape, "top-k", length, ends=True)
+        check_equal(found.texts, exact_chances("top-k", length))
+        assert (found.accepted > 0) == (length > 1), "the target itself writes the last token"
+
+
+class Row32(QuickToy):
+    """A toy with one row of float32 after each token."""
+
+    def __init__(self, *rows: Sequence[float]) -> None:
+        super().__init__(len(rows), 1)
+        self.rows = torch.tensor(rows)
+
+    def _row(self, context: Sequence[int]) -> torch.Tensor:
+        return self.rows[int(context[-1])].clone()
+
+
+FAR, LEAST = -1e4, -100.0  # in units of the temperature: no mass, and less than the reciprocal of float32's largest
+ONE_POINT = [[0.0, FAR, FAR], [FAR, 0.0, FAR], [FAR, FAR, 0.0]]
+PAIRS = [  # of target and draft
+    ([[-1.0, 0.0, LEAST]] * 3, [[LEAST, 0.0, FAR], [0.0, LEAST, LEAST - 2], [LEAST, LEAST, 0.0]]),
+    (ONE_POINT, [[0.0, LEAST, -1.0]] * 3),
+    ([[0.0, LEAST, -1.0]] * 3, ONE_POINT),
+    (ONE_POINT, [*ONE_POINT[1:], ONE_POINT[0]]),
+    (ONE_POINT, ONE_POINT),
+]
+
+
+@pytest.mark.parametrize(("name", "temperature"), in_turn(RATIO, [1e-4, 1e-3, 0.01, 0.05, 0.1]))
+@pytest.mark.filterwarnings("error")
+def test_low_temperatures_and_distributions_of_one_point_in_float32(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ASKED, "cold", {"sampling": Sampling(temperature)})
+    for rows, draft_rows in PAIRS:
+        target, draft = (
+            Row32(*((temperature * np.array(one)).tolist() for one in each)) for each in (rows, draft_rows)
+        )
+        monkeypatch.setitem(TARGETS, 3, target)
+        monkeypatch.setitem(GARBAGE, 3, draft)
+        exact = chances_of(
+            lambda text, rows=rows: torch.softmax(torch.tensor(rows[text[-1]]).double(), 0).tolist(), 3, 2
+        )
+        for drafted, shape in (("garbage", Shape("2,1", 2, once=True)), ("siblings", Shape(layers=2))):
+            found = go_every_way(rule_of(name, Enumerating()), drafted, shape, "cold", 2).texts
+            for text in {*found, *exact}:
+                assert found.get(text, 0.0) == pytest.approx(exact.get(text, 0.0), abs=2e-6)
+
+
+@pytest.mark.parametrize("name", RATIO)
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_scores_without_a_finite_maximum_raise_nothing(name: str, score: float) -> None:
+    """A broken model is no assertion: the text is the one that greedy decoding writes."""
+    request = make_request(PROMPT, rule_of(name), 1, temperature=1.0)
+    scores, tree = torch.full((3,), score), TokenTree(0)
+    tree.add(0, 2, -0.1)
+    rows = [Row(request, PROMPT), Row(request, PROMPT, (2,), 1)]
+    verdict = rule_of(name).walk(tree, rule_of(name).reduce(torch.stack([scores] * 2), rows))
+    assert verdict.path == [0]
+    assert verdict.next_token == int(scores.argmax())
 
 
 @pytest.mark.parametrize("name", RATIO)

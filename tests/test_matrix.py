@@ -294,6 +294,7 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
     assert run.failure is None
     assert set(run.reasons) == {"length"}
     assert run.figures.emitted == sum(len(text) for text in run.texts)
+    check_depths(run, requests)
     if is_keyed(cell.rule):
         assert run.texts == [text_of(request) for request in requests]
     else:
@@ -312,6 +313,15 @@ def check_cell(cell: Cell, requests: Sequence[Request]) -> None:
         # Toys answer masks with garbage: below a chain's first token, drafter parallel then finds nothing.
         is_poor = cell.draft in ("garbage", "silent", None) or (cell.drafter, cell.draft) == ("parallel", "chain")
         assert run.figures.hits > 0 or is_poor or cell.worker == "thread"
+
+
+def check_depths(run: Outcome, requests: Sequence[Request]) -> None:
+    """No draft is deeper than what may still be written: the target itself writes the last token."""
+    for request, steps in zip(requests, run.steps, strict=True):
+        left = request.max_tokens
+        for step in steps:
+            assert step.depth_offered < left, f"drafted {step.depth_offered} tokens where {left} were left"
+            left -= step.emitted
 
 
 @cache

@@ -178,7 +178,7 @@ def test_every_option_at_once(method: str, every: int) -> None:
     assert sum(step.accepted for written in run for step in written.steps) > len(run)
     for name in OPTIONS:  # a method that drafts nothing where this option is asked would prove nothing
         steps = [step for written, mine in zip(run, names, strict=True) if mine == name for step in written.steps]
-        assert sum(step.drafted for step in steps) > 0, name
+        assert (sum(step.drafted for step in steps) > 0) == (name != "one token"), name  # the target writes the last
 
 
 def test_rows_that_share_one_text_are_adjusted_by_their_own_requests() -> None:

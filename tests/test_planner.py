@@ -231,6 +231,40 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
     assert (world.asked > 0) is is_read
 
 
+@pytest.mark.parametrize("left", [1, 2, 3, 6])
+def test_no_layer_is_planned_that_cannot_be_written(left: int) -> None:
+    """The target itself writes the last token, so that many layers that would pay are one less than what is left."""
+    costs = costs_of((1, 6.0), (4, 6.0), (8, 6.0), (16, 6.0), samples=3)
+    costs.record_draft(DRAFT, 0.01, 1)
+    planner = planner_of(costs, DRAFT)
+    planner._context.tokens_left = left
+    planner.begin()
+    tree, model = TokenTree(RIGHT), planner.models[0]
+    tree.current_source = DRAFT.name
+    while planner.next_width(tree, model):
+        tree.add(len(tree) - 1, RIGHT, tree.scores[-1] - 0.01)
+        planner.grown(tree, model)
+    assert tree.deepest == left - 1
+    assert len(planner.chosen(tree)) == left
+    tree.max_depth = left - 2
+    assert len(planner.chosen(tree)) == max(left - 1, 1), "what a drafter adds below that is not verified"
+
+
+def test_a_layer_has_no_parents_where_the_text_ends() -> None:
+    """Copies that reach the end: the model extends what is above."""
+    planner = planner_of(costs_of((1, 6.0), (8, 6.0)), COPIES, DRAFT)
+    tree = tree_of(COPIES, 0.9)
+    tree.add(1, RIGHT, tree.scores[1])
+    planner.begin()
+    planner.looked_up(tree)
+    reaches = []
+    for left in (1000, 4, 3):
+        planner._context.tokens_left = left
+        reaches.append(planner._reach(tree, planner.models[0]))
+    assert reaches[0] == reaches[1] == pytest.approx([0.9])
+    assert reaches[2] == pytest.approx([0.1]), "the root, if the copies are wrong"
+
+
 def answer(costs: CostModel, right: float) -> tuple[float, int]:
     """The speedup of 128 tokens and the draft steps for them, if the draft predicts this share of them."""
     world = World(max(right, 0.1), share(right), step=1.5, costs=costs, tokens_left=128)

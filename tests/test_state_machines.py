@@ -448,7 +448,11 @@ def walk(make: Callable[[], Model], depth: settings) -> None:
 TARGET = QuickToy(16, 3, 0)
 NODES, CHUNK, TREE = 6, 8, 16
 REQUESTS = st.tuples(
-    st.integers(1, len(SYSTEM)), st.lists(st.integers(0, 15), max_size=4), st.integers(1, 150), st.booleans()
+    st.integers(1, len(SYSTEM)),
+    st.lists(st.integers(0, 15), max_size=4),
+    st.integers(1, 150),
+    st.booleans(),
+    st.frozensets(st.integers(0, 15), max_size=1),  # stop tokens
 )
 KEYS = st.sampled_from([None, "a"])
 
@@ -476,9 +480,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.engine = Engine(TARGET, None if beside else drafter, InlineWorker(drafter) if beside else None, options)
 
     @rule(wish=REQUESTS, seed=st.integers(0, 3), key=KEYS)
-    def submit(self, wish: tuple[int, list[int], int, bool], seed: int, key: str | None) -> None:
-        length, tail, max_tokens, is_drafted = wish
-        self.ask((*SYSTEM[:length], *tail), max_tokens, seed, is_drafted, key)
+    def submit(self, wish: tuple[int, list[int], int, bool, frozenset[int]], seed: int, key: str | None) -> None:
+        length, tail, max_tokens, is_drafted, stop_ids = wish
+        self.ask((*SYSTEM[:length], *tail), max_tokens, seed, is_drafted, key, stop_ids)
 
     @precondition(lambda self: any(run.finish_reason for _, run in self.runs))
     @rule(which=st.integers(0, 1 << 16), tail=st.lists(st.integers(0, 15), min_size=1, max_size=3))
@@ -487,9 +491,18 @@ class MemoryMachine(RuleBasedStateMachine):
         request, run = over[which % len(over)]
         self.ask((*request.prompt, *run.tokens, *tail), 5, which % 4, False, request.cache_salt)
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, seed: int, is_drafted: bool, key: str | None) -> None:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        seed: int,
+        is_drafted: bool,
+        key: str | None,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
         """Taken where it could run alone, refused where it could not."""
-        request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, seed=seed, cache_salt=key)
+        more = {"seed": seed, "cache_salt": key, "stop_ids": stop_ids}
+        request = make_request(prompt, "gumbel", max_tokens, temperature=1.0, **more)
         decoder = self.method if is_drafted else Autoregressive
         most = len(prompt) + max_tokens + NODES
         if most + (int((most + TREE) * 1.25) + 64) * is_drafted > self.slots:
@@ -523,7 +536,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 break
             self.engine.step()
         for request, run in self.runs:
-            assert run.finish_reason in ("length", "abort")
+            assert run.finish_reason in ("stop", "length", "abort")
             assert run.finish_reason == "abort" or run.tokens == plain(request)
         self.engine.sweep()
         check(self.engine)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from outpace_kernels import NodeDelta
 
-from outpace.core.tree import Role, TokenTree, best_chain
+from outpace.core.tree import UNLIMITED, Role, TokenTree, best_chain
 from outpace.core.types import Verdict
 
 _UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
@@ -68,8 +68,9 @@ class CandidateCache:
     and how often the drafter stopped adding nodes below a root ("exhausted").
     """
 
-    def __init__(self, root_token: int, vocab_size: int = 2**31 - 1) -> None:
-        """`vocab_size`: the target's; `insert` refuses tokens outside of it."""
+    def __init__(self, root_token: int, vocab_size: int = 2**31 - 1, max_tokens: int = UNLIMITED) -> None:
+        """`vocab_size`: the target's; `insert` refuses tokens outside of it. `max_tokens`: the request's."""
+        self._max_tokens = max_tokens
         self._tree = TokenTree(root_token)
         self._tree.vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -156,8 +157,11 @@ class CandidateCache:
             if not self.visibility.secondary:
                 tree = tree.copy([node for node in range(len(tree)) if self._sees(node)])
             if self.visibility.chain:
-                return tree.copy(best_chain(tree, max(budget, 1)))
-            return tree.best_copy(max(budget, 1))
+                found = tree.copy(best_chain(tree, max(budget, 1)))
+            else:
+                found = tree.best_copy(max(budget, 1))
+            found.max_depth = self._max_tokens - self._length - 1  # a drafter may not heed it
+            return found.copy(range(len(found))) if found.deepest > found.max_depth else found
 
     def add_late_children(self, tree: TokenTree) -> int:
         """Add to a queried tree the children that its nodes got since the query; they were not verified. Return their

@@ -77,6 +77,10 @@ class DraftedRequest:
     layers: int = 0
     reads_text: bool = True  # the next step reads text before it drafts
 
+    def limit_depth(self) -> None:
+        """Let the tree grow as deep as the answer may still become; the target writes its last token itself."""
+        self.tree.max_depth = self.state.request.max_tokens - self.length - 1
+
     @property
     def is_done(self) -> bool:
         """Whether all nodes were published, and the directives say to stop growing."""
@@ -225,9 +229,9 @@ class DraftLoop:
     def _take(self, message: Message | None) -> None:
         if isinstance(message, Open):
             state = self.drafter.open(message.request)
-            self._requests[message.key] = DraftedRequest(
-                state, TokenTree(message.request.prompt[-1], next_id=message.next_id)
-            )
+            tree = TokenTree(message.request.prompt[-1], next_id=message.next_id)
+            self._requests[message.key] = DraftedRequest(state, tree)
+            self._requests[message.key].limit_depth()
         elif isinstance(message, Close):
             drafted = self._requests.pop(message.key, None)
             if drafted is not None:
@@ -264,6 +268,7 @@ class DraftLoop:
         else:
             drafted.tree = old.below(path.pop())
         drafted.root_id, drafted.length = correction.root_id, correction.length
+        drafted.limit_depth()
         ids = [old.ids[node] for node in path]
         self.drafter.observe(drafted.state, Observation(ids, tokens, drafted.tree))
         drafted.published = len(drafted.tree) if drafted.tree.ids[0] == correction.root_id else 1

@@ -134,7 +134,7 @@ def request_message(request: Request) -> RequestMessage:
         presence_penalty=adjustments.presence_penalty,
         frequency_penalty=adjustments.frequency_penalty,
         logit_bias=dict(adjustments.logit_bias),
-        min_tokens=min(adjustments.min_tokens, 2**32 - 1),
+        min_tokens=min(adjustments.min_tokens, request.max_tokens, 2**32 - 1),
         allowed=adjustments.allowed or (),
         stop_ids=sorted(request.stop_ids),
         seed=request.seed,

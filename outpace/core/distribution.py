@@ -19,6 +19,7 @@ from outpace.core.sampling import Sampling
 
 _BLOCK = 256  # weights per partial sum, by which long rows are searched
 _NUCLEUS = 1024  # number of likeliest tokens that are sorted first to reach top_p
+_STEEPEST = 1e30  # largest 1 / temperature, as in the kernels: no product of float32 overflows
 UNFILTERED = Sampling(1.0)
 
 
@@ -60,9 +61,9 @@ class TokenDistribution:
     @cached_property
     def entropy(self) -> float:
         """Return H = -sum p log p, in nats."""
-        least = np.finfo(self.weights.dtype).tiny  # a weight of 0 contributes 0, whatever its logarithm
-        logs = np.log(np.maximum(self.weights, least))
-        return math.log(self.total) - float(self.weights @ logs) / self.total
+        p = self._probabilities()
+        logs = np.log(np.maximum(p, np.finfo(p.dtype).tiny))  # a p of 0 contributes 0, whatever its logarithm
+        return -float(p @ logs)
 
     def of(self, token: int) -> float:
         if token not in self._known:
@@ -77,11 +78,11 @@ class TokenDistribution:
 
     def wide(self, size: int) -> np.ndarray:
         """Return the probabilities of all tokens below `size`, by id. [size]"""
-        weights = self.weights * self._share
-        if self.tokens is None and len(weights) == size:
-            return weights
-        wide = np.zeros(size, weights.dtype)
-        known = weights[:size] if self.tokens is None else weights[self.tokens < size]
+        p = self._probabilities()
+        if self.tokens is None and len(p) == size:
+            return p
+        wide = np.zeros(size, p.dtype)
+        known = p[:size] if self.tokens is None else p[self.tokens < size]
         wide[slice(len(known)) if self.tokens is None else self.tokens[: len(known)]] = known
         return wide
 
@@ -102,7 +103,8 @@ class TokenDistribution:
 
     def above(self, q: TokenDistribution, share: float = 1.0) -> TokenDistribution:
         """Return the distribution with weights (share p - q)+."""
-        rest = self.weights * (self._share * self.weights.dtype.type(share))
+        rest = self._probabilities()
+        rest *= rest.dtype.type(share)
         rest -= q.on(self)
         return TokenDistribution(np.maximum(rest, 0.0, out=rest), self.tokens)
 
@@ -112,11 +114,13 @@ class TokenDistribution:
         weights[token if self.tokens is None else self.tokens.searchsorted(token)] = 0.0
         return TokenDistribution(weights, self.tokens)
 
-    @property
-    def _share(self) -> np.floating:
-        """Return the factor that turns a weight into a probability."""
-        share: np.floating = self.weights.dtype.type(1.0 / self.total if self.total else 0.0)
-        return share
+    def _probabilities(self) -> np.ndarray:
+        """Return the weights over their sum, in a new array. [kept]
+
+        What removals leave may weigh so little that 1 / sum is beyond float32: so it divides.
+        """
+        p: np.ndarray = self.weights / self.weights.dtype.type(self.total or 1.0)
+        return p
 
 
 def _block_sums(weights: np.ndarray) -> np.ndarray:
@@ -176,7 +180,7 @@ def _shifted(scores: np.ndarray, top: np.floating, temperature: float) -> np.nda
     """Return (scores - top) / temperature: 0 for the likeliest. [held]"""
     row: np.ndarray = scores - top
     if temperature != 1.0:
-        row *= row.dtype.type(1.0 / temperature)
+        row *= row.dtype.type(min(1.0 / temperature, _STEEPEST))
     return row
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 PREFIX = -1  # the parent of the root
+UNLIMITED = 1 << 30  # a depth or a number of tokens that nothing reaches
 
 
 class LabelledEnum(IntEnum):
@@ -75,7 +76,8 @@ class TokenTree(kernels.TokenTree):
     If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. Children that score below
     `min_score` need not be added either, except the best one below each node. `current_source` is the drafter that is
     adding nodes now, `width` the most nodes that its model may expand in one forward (0: the drafter's own limit).
-    `drawn` has the drawn children by node, in the order in which they were drawn.
+    Nodes deeper than `max_depth` cannot be written any more; they need not be added, and `copy` omits them. `drawn` has
+    the drawn children by node, in the order in which they were drawn.
 
     One thread at a time uses a tree.
     """
@@ -83,7 +85,7 @@ class TokenTree(kernels.TokenTree):
     def __init__(self, token: int, root_id: int = 0, next_id: int = 1) -> None:
         super().__init__(token, root_id, next_id)
         self.drawn: dict[int, DrawnChildren] = {}
-        self.width = 0
+        self.width, self.max_depth = 0, UNLIMITED
 
     def siblings_of(self, node: int) -> Siblings:
         """Return how the children of a node are chosen; PICKED if it has none yet."""
@@ -113,7 +115,10 @@ class TokenTree(kernels.TokenTree):
 
     def copy(self, nodes: Sequence[int]) -> TokenTree:
         """Return a tree of these nodes only; the first becomes the root, and ancestors below it must be included."""
+        if self.deepest > self.max_depth:
+            nodes = [node for node in nodes if self.depth(node) <= self.max_depth]
         tree = TokenTree(0)
+        tree.max_depth = self.max_depth - self.depth(nodes[0])
         tree.take(self, nodes)
         if self.drawn:
             index = {node: place for place, node in enumerate(nodes)}

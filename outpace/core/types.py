@@ -23,7 +23,7 @@ from outpace.core.noise import row_key
 from outpace.core.options import MethodOptions
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundPlan
-from outpace.core.tree import Siblings, TokenTree
+from outpace.core.tree import UNLIMITED, Siblings, TokenTree
 
 if TYPE_CHECKING:
     import numpy as np
@@ -399,9 +399,9 @@ class DraftState:
     this request; None: all.
 
     Set before each growth: `source`, which of the sources grows the tree (None: all); `directives`, how and where to
-    draft, which a drafter may ignore; `has_other_requests`, whether others wait while this one is drafted; `base`, the
-    target's session, for drafters with `needs.session`: it holds all tokens but the root, and the drafter may add
-    pending nodes to it.
+    draft, which a drafter may ignore; `max_read`, how many tokens of texts a model should read in this growth at most,
+    because other requests wait; `base`, the target's session, for drafters with `needs.session`: it holds all tokens
+    but the root, and the drafter may add pending nodes to it.
 
     `pending`: the rounds that the drafter has not observed yet. Set by a growth: `num_steps`, the draft steps that it
     took: more than one if it took some in advance, 0 if it used such a step.
@@ -412,7 +412,7 @@ class DraftState:
     sources: tuple[Source, ...] | None = field(default=None, kw_only=True)
     source: Source | None = field(default=None, init=False)
     directives: DraftDirectives = field(default=UNRESTRICTED, init=False)
-    has_other_requests: bool = field(default=False, init=False)
+    max_read: int = field(default=UNLIMITED, init=False)
     base: Any = field(default=None, init=False)
     num_steps: int = field(default=1, init=False)
     pending: PendingObservations = field(default_factory=PendingObservations, init=False)

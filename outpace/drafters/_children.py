@@ -114,7 +114,7 @@ class ChildAdder:
     def _frontier(self, job: ExpansionJob, depth: int) -> list[int]:
         """Return the nodes of this depth with the best path scores; none if the tree is full or deep enough."""
         tree, directives = job.tree, job.state.directives
-        if len(tree) >= self._tree_nodes or depth >= (directives.depth or depth + 1):
+        if len(tree) >= self._tree_nodes or depth >= min(directives.depth or tree.max_depth, tree.max_depth):
             return []
         layer = [node for node, below in enumerate(tree.depths) if below == depth]
         width = min(directives.width or self._width, self._width)

@@ -30,7 +30,7 @@ class CompositeState(DraftState):
         """Return a part's own state, with what was set for the next growth."""
         own = self.parts[number]
         own.source, own.directives, own.base = self.source, self.directives, self.base
-        own.has_other_requests = self.has_other_requests
+        own.max_read = self.max_read
         return own
 
 
@@ -212,6 +212,7 @@ class DraftSelector(CompositeDrafter):
     def _compare(self, state: SelectorState, tokens: Sequence[int]) -> None:
         """Learn what probability each draft gives to the written tokens."""
         for number, (part, inner) in enumerate(zip(self.parts, state.parts, strict=True)):
+            inner.max_read = state.max_read
             for log in part.likelihood(inner, tokens) or ():
                 state.shares[number].learn(math.exp(log))
                 self._shares[number].learn(math.exp(log))

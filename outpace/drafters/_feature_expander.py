@@ -61,7 +61,15 @@ def add_features(head: HeadModel, state: ExpansionState, seen: Observation) -> b
     return True
 
 
-class FeatureExpander(TreeExpander):
+class HeadExpander(TreeExpander):
+    """Expands with a head, for which the target's passes deliver the text."""
+
+    def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
+        """Return no request: texts are read as their hidden states arrive."""
+        return set()
+
+
+class FeatureExpander(HeadExpander):
     """Expands only nodes whose parents were scored in an earlier forward, because a slot reads its parent's output."""
 
     def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
@@ -107,16 +115,12 @@ class BlockState(OfferState):
         return self.session.length
 
 
-class BlockExpander(TreeExpander):
+class BlockExpander(HeadExpander):
     """Expands the root of each tree, once in a round, if the hidden states of the whole text before it are known."""
 
     def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
         return [[0] if self._is_ready(state, tree) else [] for state, tree in open_trees]
 
     def _is_ready(self, state: BlockState, tree: TokenTree) -> bool:
-        is_new = tree.ids[0] not in state.slots and state.room >= 0
+        is_new = tree.ids[0] not in state.slots and state.deepest(tree) >= 0
         return is_new and state.missing == state.session.num_features
-
-    def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
-        """Return no request: texts are read as their hidden states arrive."""
-        return set()

@@ -128,13 +128,14 @@ class LookupDrafter(Drafter, Generic[State]):
         origin: int = 0,
         most_nodes: int | None = None,
     ) -> int:
-        """Attach a chain below `node`, as far as the probability of reaching a token is at least `least` and the tree
-        has at most `most_nodes` nodes; return the last node.
+        """Attach a chain below `node`, as far as the probability of reaching a token is at least `least`, the tree has
+        at most `most_nodes` nodes, and its tokens may be written; return the last node.
 
         `length`: number of matching tokens before the chain; `grade`: certainty of the first token that no other branch
         shares.
         """
         proposed, ids, floor = state.proposed, tree.ids, math.log(least or NEVER)
+        tokens = tokens[: max(tree.max_depth - tree.depth(node), 0)]
         tokens, place = tokens if node else allowed(state, tokens), 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
             kind, below = kind_of(length + place, grade, origin), proposed.setdefault(ids[node], {})
@@ -241,7 +242,9 @@ def grow_continuations(
     left = state.num_left(limits.offered)
     while waiting and left > 0:
         loss, depth, node, here = heappop(waiting)
-        end = _agreed(here, depth)
+        if depth >= tree.max_depth:
+            continue
+        end = min(_agreed(here, depth), tree.max_depth)
         if end > depth and not tree.children(node):
             left -= _run_on(drafter, state, tree, waiting, (loss, depth, node, here), (left, end, least))
             continue

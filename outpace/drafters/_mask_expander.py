@@ -22,7 +22,7 @@ class MaskExpander(TreeExpander):
 
     def _frontiers(self, open_trees: Sequence[tuple[Any, TokenTree]]) -> list[list[int]]:
         """Return the root of each tree that was not expanded in this round."""
-        return [[] if tree.ids[0] in state.slots or state.room < 0 else [0] for state, tree in open_trees]
+        return [[] if tree.ids[0] in state.slots or state.deepest(tree) < 0 else [0] for state, tree in open_trees]
 
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """Run one forward and return `block` rows of logits per job: of the root and of the masks after it."""

@@ -190,7 +190,7 @@ class MultiStepExpander:
             return 1
         if self._chosen is not None:
             return most
-        left = round(self._usual) - state.multi_step.taken + 1
+        left = min(round(self._usual) - state.multi_step.taken + 1, job.tree.max_depth)
         return 1 << (max(min(left, most), 1).bit_length() - 1)
 
     def _request(self, job: ExpansionJob, opened: list[OpenNode], count: int) -> MultiStepRequest:
@@ -209,7 +209,7 @@ class MultiStepExpander:
             self._options.tree_nodes,
             state.directives.share,
             math.log(floor) if floor else -math.inf,
-            state.session.capacity - len(state.tokens) + state.start,
+            state.deepest(tree),
             self._pick_models.of(request).trust,
             1.0 if request.sampling.is_greedy else request.sampling.temperature,
             _keys(request, len(state.tokens), max(depths) + count),

@@ -16,7 +16,7 @@ import numpy as np
 from outpace_kernels import SlotMap, TopKRows, choose_frontiers
 
 from outpace.core.logits import SparseLogits, host_array, log_softmax, token_scores
-from outpace.core.tree import PREFIX, Role, TokenTree
+from outpace.core.tree import PREFIX, UNLIMITED, Role, TokenTree
 from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState, TopK
 from outpace.models.base import Model, Part, Session, chain
 from outpace.rules.base import picks_best_scores
@@ -36,7 +36,7 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
         child
         for node in chain
         for child in tree.children(node)
-        if child not in on_chain and tree.roles[child] != Role.PROBE
+        if child not in on_chain and tree.roles[child] != Role.PROBE and tree.depth(child) < tree.max_depth
     ]
     others.sort(key=lambda node: (-tree.scores[node], node))
     tips = [chain[-1]]  # including the last token: the bonus token after it is an outcome too
@@ -45,7 +45,7 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
         if len(branch) <= length:
             tips.append(branch[-1])
     chosen: dict[int, None] = {}
-    for tip in tips:
+    for tip in [tip for tip in tips if tree.depth(tip) < tree.max_depth]:
         above = [node for node in tree.path(tip) if tree.ids[node] not in expanded]
         chosen |= dict.fromkeys(above) if tree.ids[tip] not in expanded else {}
     return sorted(list(chosen)[:count])
@@ -107,8 +107,13 @@ class ExpansionState(DraftState):
 
     @property
     def room(self) -> int:
-        """Greatest depth at which nodes may be expanded; negative if the text exceeds the draft model's context."""
+        """Number of tokens after the root that the session can hold; negative if the text exceeds the draft model's
+        context."""
         return self.session.capacity - len(self.tokens) + self.start
+
+    def deepest(self, tree: TokenTree) -> int:
+        """Return the greatest depth at which nodes may be expanded; negative if none may."""
+        return min(self.room, tree.max_depth - 1)
 
 
 class ExpansionJob(NamedTuple):
@@ -218,9 +223,12 @@ class TreeExpander:
 
     def likelihood(self, state: ExpansionState, tokens: Sequence[int]) -> list[float] | None:
         """Return log q of these tokens as the continuation of the text, at temperature 1, by one forward that leaves
-        nothing in the session; None if the session has no room."""
+        nothing in the session; None if the session has no room, or lacks more text than may be read while others
+        wait."""
         session = state.session
         if self._on_base or len(state.tokens) - state.start + len(tokens) > session.capacity:
+            return None
+        if self._read_long_texts([state]):
             return None
         self._catch_up([state])
         missing, pending = state.missing, session.pending
@@ -262,7 +270,7 @@ class TreeExpander:
             trees.append(tree)
             counts.append(min(width, state.session.free) if self._on_base else width)
             floors.append(floor)
-            max_depths.append(state.room)
+            max_depths.append(state.deepest(tree))
         found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
         for number, (state, tree) in enumerate(open_trees):
             directives = state.directives
@@ -276,17 +284,23 @@ class TreeExpander:
         return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
-        """Read one chunk for each request that lacks more while others wait; return the places of these requests. Texts
-        beyond the model's context are not read."""
-        lagging = set[int]()
-        for place, state in enumerate(states):
-            if state.has_other_requests and not self._on_base:
-                self.begin(state)
-                if state.missing > CHUNK and state.room >= 0:
-                    lagging.add(place)
-        if lagging:
-            self._read_chunk([states[place] for place in sorted(lagging)])
-        return lagging
+        """While others wait, read a part of each text of which more is missing than may be read in this growth, those
+        that will be read soonest first; return the places of these requests. Texts beyond the model's context are not
+        read."""
+        if self._on_base or all(state.max_read == UNLIMITED for state in states):
+            return set()
+        for state in states:
+            self.begin(state)
+        lagging, read = dict[int, int](), 0  # tokens to read by place, and of all texts
+        for place in sorted(range(len(states)), key=lambda place: states[place].missing):
+            state = states[place]
+            most = max(min(state.max_read - read, CHUNK), 0)
+            if state.room >= 0:
+                if state.missing > most:
+                    lagging[place] = most
+                read += min(state.missing, most)
+        self._read([(states[place], count) for place, count in lagging.items() if count])
+        return set(lagging)
 
     def _catch_up(self, states: Sequence[ExpansionState]) -> None:
         """Read the committed tokens that sessions lack, except the last chunk, which is read with the frontier."""
@@ -297,16 +311,19 @@ class TreeExpander:
                 if state.missing > CHUNK:
                     lagging.append(state)
         while lagging:
-            self._read_chunk(lagging)
+            self._read([(state, CHUNK) for state in lagging])
             lagging = [state for state in lagging if state.missing > CHUNK]
 
-    def _read_chunk(self, states: Sequence[ExpansionState]) -> None:
-        """Read the next chunk of missing committed tokens."""
-        starts = [state.start + state.session.length for state in states]
-        texts = [self.clamp_ids(state.tokens[at : at + CHUNK]) for state, at in zip(states, starts, strict=True)]
-        self._score(states, [chain(state.session, text) for state, text in zip(states, texts, strict=True)])
-        for state in states:
-            state.session.keep(range(CHUNK))
+    def _read(self, counts: Sequence[tuple[ExpansionState, int]]) -> None:
+        """Read the next missing committed tokens of each state, as many as stated."""
+        parts = []
+        for state, count in counts:
+            first = state.start + state.session.length
+            parts.append(chain(state.session, self.clamp_ids(state.tokens[first : first + count])))
+        if parts:
+            self._score([state for state, _ in counts], parts)
+        for state, count in counts:
+            state.session.keep(range(count))
 
     def _score(self, states: Sequence[ExpansionState], parts: Sequence[Part]) -> SparseLogits:
         """Run one forward over a part of each state's session."""

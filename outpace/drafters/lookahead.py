@@ -104,13 +104,14 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
 
     def _probe(self, state: LookaheadState, tree: TokenTree) -> None:
         """Attach the window's nodes, scored by what probes have gained so far: usually below the candidates, so that
-        these come first in a narrow pass, and the first columns before the others."""
+        these come first in a narrow pass, and the first columns before the others. Columns are cut where the text
+        ends."""
         above, worth = 0, math.log(max(self._given / self._judged, 1e-4))
-        for place, column in enumerate(state.columns):
+        for place, column in enumerate(state.columns[: tree.max_depth]):
             score = worth - 1e-3 * place
             node = above = self._node(tree, above, column[0], score)
             ids = [tree.ids[node]]
-            for token in column[1:]:
+            for token in column[1 : tree.max_depth - place]:
                 node = self._node(tree, node, token, score)
                 ids.append(tree.ids[node])
             state.probes.append(ids)
@@ -128,7 +129,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
     def _iterate(self, state: LookaheadState, said: dict[int, int]) -> None:
         """Advance each fully scored column by one Jacobi step; `said`: the target's token after each node, by id."""
         for column, ids in zip(state.columns, state.probes, strict=False):
-            if ids[-1] not in said:
+            if len(ids) < len(column) or ids[-1] not in said:
                 continue
             column.append(said[ids[-1]])
             state.pool.learn(column[0], tuple(column[1:]))  # a shorter n-gram while the column is new

@@ -130,6 +130,8 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         pick_model, began = self._pick_models.of(state.request), state.end
         node = tree.ids.index(state.end)
         while (offer := state.offers.get(tree.ids[node], ([], [])))[0] and len(tree) < self._options.tree_nodes:
+            if tree.depth(node) >= tree.max_depth:
+                break
             token, score = offer[0][0], tree.scores[node] + pick_model.log_chances(offer[1], 1)[0]
             child = tree.child(node, token)
             if child is None:

@@ -61,7 +61,8 @@ class RecycleDrafter(LookupDrafter[RecycleState]):
         waiting, left = [(0.0, 0, 0)], state.num_left(self._options.offered)  # -path score, depth, node
         while waiting and left > 0:
             loss, depth, node = heappop(waiting)
-            for rank, token in enumerate(state.successors.get(tree.tokens[node], ())):
+            following = state.successors.get(tree.tokens[node], ()) if depth < tree.max_depth else ()
+            for rank, token in enumerate(following):
                 kind = kind_of(min(depth, 1), origin=rank)
                 if left > 0 and self.log_rate(state, kind) - loss >= least:
                     child = self.attach(state, tree, node, token, kind)

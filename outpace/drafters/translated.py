@@ -21,7 +21,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError, unknown
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.options import MethodOptions, whole
-from outpace.core.tree import Role, TokenTree
+from outpace.core.tree import UNLIMITED, Role, TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels, acceptance_rate
 from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
@@ -61,7 +61,8 @@ class TranslatedState(DraftState):
     """The text in the draft's tokens.
 
     `frozen`: the draft's tokens of the text without its end; `tail`: that end in the target's tokens. The session holds
-    `read`, whose last tokens are drafted; `wanted` is what it is to hold.
+    `read`, whose last tokens are drafted; `wanted` is what it is to hold. The chain ends at the node with id `leaf`
+    (-1: the root).
     """
 
     session: Any = None
@@ -69,6 +70,11 @@ class TranslatedState(DraftState):
     tail: list[int] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
+    leaf: int = -1
+
+    def end(self, tree: TokenTree) -> int:
+        """Return the node at which the chain ends."""
+        return tree.find(self.leaf) or 0
 
 
 class TranslatedDrafter(Drafter):
@@ -110,9 +116,9 @@ class TranslatedDrafter(Drafter):
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         """Extend each chain by one place, with one forward for all, and another one for those whose place gave no new
         node."""
-        pairs = [*zip(states, trees, strict=True)]
+        pairs = [pair for pair in zip(states, trees, strict=True) if _can_read(*pair) and not self._reads_on(pair[0])]
         for _ in range(_MOST):
-            pairs = [pair for pair in pairs if _can_read(pair[0])]
+            pairs = [pair for pair in pairs if _can_read(*pair)]
             if not pairs:
                 break
             some = [state for state, _ in pairs]
@@ -149,6 +155,16 @@ class TranslatedDrafter(Drafter):
         state.session.trim()
         state.read = []
 
+    def _reads_on(self, state: TranslatedState) -> bool:
+        """While others wait, read a part of a text of which more is missing than may be read in this growth; return
+        whether there was such a part."""
+        if len(state.wanted) - len(state.read) <= min(state.max_read, _CHUNK) or state.max_read == UNLIMITED:
+            return False
+        first, count = len(state.read), min(state.max_read, _CHUNK)
+        self._model.score_held([chain(state.session, state.wanted[first : first + count])])
+        _commit(state)
+        return True
+
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Read the tokens that the sessions lack, except the last chunk."""
         while lagging := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
@@ -181,9 +197,10 @@ def _most(length: int) -> int:
     return _TIMES * length + _CHUNK
 
 
-def _can_read(state: TranslatedState) -> bool:
-    """Whether there is something to read that the session may hold."""
-    return len(state.read) < len(state.wanted) <= min(_most(len(state.tokens)), state.session.capacity)
+def _can_read(state: TranslatedState, tree: TokenTree) -> bool:
+    """Whether there is something to read that the session may hold, and the chain may become longer."""
+    most = min(_most(len(state.tokens)), state.session.capacity)
+    return len(state.read) < len(state.wanted) <= most and tree.depth(state.end(tree)) < tree.max_depth
 
 
 def _commit(state: TranslatedState) -> None:
@@ -195,10 +212,9 @@ def _commit(state: TranslatedState) -> None:
 
 @dataclass
 class ByTokensState(TranslatedState):
-    """The chain ends at the node with id `leaf` (-1: the root). `offers`: proposals below a tree node, by id."""
+    """`offers`: proposals below a tree node, by id."""
 
-    leaf: int = -1  # -1: the root
-    offers: dict[int, TopK] = field(default_factory=dict)  # by node id
+    offers: dict[int, TopK] = field(default_factory=dict)
 
 
 class ByTokens(TranslatedDrafter):
@@ -226,7 +242,7 @@ class ByTokens(TranslatedDrafter):
         held = self._of_target(scores)
         if not held.values.shape[1]:
             return 0
-        node = tree.ids.index(state.leaf) if state.leaf in tree.ids else 0
+        node = state.end(tree)
         row, before = Row(state.request, state.tokens, tokens_below_root(tree, node), tree.ids[node]), len(tree)
         if is_drawn(state.request):
             draw_layer(tree, [node], held, [row], _ONE)
@@ -299,13 +315,14 @@ class ByText(TranslatedDrafter):
         state.own.append(token)
         state.wanted.append(token)
         node, before = 0, len(tree)
-        for one in self._target.continuation(self._spelled(state)):
+        for one in self._target.continuation(self._spelled(state))[: tree.max_depth]:
             state.proposed.setdefault(tree.ids[node], set()).add(one)
             child = tree.child(node, one)
             if child is None:
                 child = tree.add(node, one, tree.scores[node] + math.log(self._rate.value))
                 assert child is not None
             node = child
+        state.leaf = tree.ids[node]
         return len(tree) - before
 
     def learn(self, state: ByTextState, seen: Observation) -> None:
@@ -316,7 +333,7 @@ class ByText(TranslatedDrafter):
 
     def lives(self, state: ByTextState, seen: Observation, text: Sequence[int]) -> bool:
         """Return False: it drafts from the start, and tokens in common with the text need not be read again."""
-        state.own = []
+        state.own, state.leaf = [], -1
         return False
 
     def _spelled(self, state: ByTextState) -> str:

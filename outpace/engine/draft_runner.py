@@ -15,13 +15,15 @@ from outpace.card.cache import CandidateCache
 from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
-from outpace.core.tree import TokenTree
+from outpace.core.tree import UNLIMITED, TokenTree
 from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
+from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, captured
 from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
+_READ = 32  # tokens of texts that draft models read in a growth at least, although others wait
 
 
 class DraftRunner:
@@ -84,7 +86,7 @@ class DraftRunner:
     def open(self, sequence: TokenSequence) -> None:
         context = sequence.context
         if worker := self._worker_of(sequence):
-            context.candidates = CandidateCache(context.last_token, self._vocab_size)
+            context.candidates = CandidateCache(context.last_token, self._vocab_size, sequence.request.max_tokens)
             context.sources = (WORKER,)
             context.correct = partial(worker.correct, sequence.key)
             context.set_directives = partial(worker.set_directives, sequence.key)
@@ -145,7 +147,8 @@ class DraftRunner:
             for sequence in running:
                 if isinstance(sequence.action, Draft):
                     if (state := sequence.draft.state) is not None:
-                        state.has_other_requests, state.source = len(running) > 1, sequence.action.source
+                        state.source = sequence.action.source
+                        state.max_read = self._max_read(sequence, len(running)) if len(running) > 1 else UNLIMITED
                     asked.setdefault((sequence.draft.name, sequence.action.source), []).append(sequence)
                 elif isinstance(sequence.action, Await):
                     waiting.append(sequence)
@@ -156,18 +159,29 @@ class DraftRunner:
             if waiting:
                 self._wait(waiting)
 
+    def _max_read(self, sequence: TokenSequence, requests: int) -> int:
+        """Return how many tokens of texts this sequence's draft model may read in one growth, while other requests
+        wait: a chunk for each if its time is unknown, or if the text depends on when it is drafted."""
+        drafter, costs = self._of(sequence), self._costs
+        sources = () if drafter is None else drafter.capabilities.sources
+        token = max([costs.draft_prefill_seconds(source, 1) for source in sources if source.runs_model], default=0.0)
+        if not token or not sequence.request.rule.traits.same_text:
+            return requests * CHUNK
+        return max(int(costs.reading_seconds(requests) / token), _READ)
+
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
-        """Let the worker draft for these sequences, then resume their decoders. After a miss the drafter's answer is
-        not awaited if the round trip takes longer than half a pass."""
+        """Let the worker draft for these sequences, then resume their decoders. The drafter is not awaited for the last
+        token, nor after a miss if the round trip takes longer than half a pass."""
         began, most = self._clock(), self._costs.pass_seconds(len(waiting)) / 2
         drafting = []
         for sequence in waiting:
             if (worker := self._worker_of(sequence)) is not None:
-                candidates = sequence.context.candidates
-                if candidates.missed and worker.round_trip_of(candidates) > most:
+                candidates, left = sequence.context.candidates, sequence.context.tokens_left
+                if left < 2 or (candidates.missed and worker.round_trip_of(candidates) > most):
                     continue
                 if worker.failure is None and isinstance(sequence.action, Await):
-                    worker.wait(candidates, *sequence.action)
+                    layers, depth = sequence.action
+                    worker.wait(candidates, layers, min(depth, left - 1))
             drafting.append(sequence)
         for sequence in waiting:
             sequence.advance(None)
@@ -249,6 +263,8 @@ class DraftRunner:
                 sequence.lend_session()
             tree = action.tree
             tree.current_source, tree.width, tree.vocab_size = source_name, action.width, self._vocab_size
+            # The target writes the last token itself, but some rules need q for it.
+            tree.max_depth = sequence.context.tokens_left - (not sequence.request.rule.traits.q_at_leaves)
             states.append(state)
             trees.append(tree)
         if drafter is None:  # it was given up

@@ -32,16 +32,17 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
+_UNTIMED = 16  # prompt tokens in a pass beside requests that write, until passes were timed
 _INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C): send the request again"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together
-    (None: 64 on a CPU, 512 on a GPU); `chunk`: prompt tokens in a pass (None: 256 on a CPU, 2,048 on a GPU); `batch`:
-    requests running at once, others wait; `kv_memory`: GiB for keys and values (None: half of the free memory);
-    `reuse`: start prompts from the keys and values of a text with the same prefix, and let drafters copy what followed
-    the whole prompt there."""
+    (None: 64 on a CPU, 512 on a GPU); `chunk`: most prompt tokens in a pass (None: 256 on a CPU, 2,048 on a GPU), fewer
+    where these would keep other requests from writing; `batch`: requests running at once, others wait; `kv_memory`: GiB
+    for keys and values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with
+    the same prefix, and let drafters copy what followed the whole prompt there."""
 
     nodes: int = 8
     rows: int | None = None
@@ -111,7 +112,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._runner = TargetRunner(self.target, self.needs.layers)
         # Without exact mode, chunk boundaries change the last bits of logits and may flip near-ties: chunk sizes must
         # not depend on measured times.
-        self._prefill_costs = PrefillCostModel(learns=target.exact)
+        is_whole = not target.exact and (on_gpu or options.chunk is not None)
+        self._prefill_costs = PrefillCostModel(learns=target.exact, untimed=self._chunk if is_whole else _UNTIMED)
         drafts = self.drafting.stored_bytes
         self._max_kept = options.batch if options.reuse else 0
         self.memory = KVMemory(self.target, drafts, options.nodes, options.kv_memory, self._max_kept)
@@ -181,6 +183,8 @@ class Engine(AbstractContextManager["Engine"]):
         check_rule_needs(request, self.needs)
         if self._answers is not None and not request.prediction and (recalled := self._answers.find(request)):
             request = replace(request, recalled=recalled)
+        if request.max_tokens > (most := self.target.max_positions - len(request.prompt)):
+            request = replace(request, max_tokens=most)
         sequence = TokenSequence(request, decoder(), options, next(self._keys), self.costs, watch)
         sequence.history.submitted = self._clock()
         self.drafting.choose(sequence, drafter)
@@ -254,9 +258,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._planned = batch
         for sequence in running:
             context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
-            context.budget = max(1, min(most, self._max_rows // len(running)))
-            context.requests, context.batch = len(running), batch
             context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
+            # The last token needs no draft.
+            context.budget = max(1, min(most, self._max_rows // len(running))) if context.tokens_left > 1 else 1
+            context.requests, context.batch = len(running), batch
             batch.rows += context.rows
         for sequence in running:
             sequence.resume()
@@ -286,7 +291,10 @@ class Engine(AbstractContextManager["Engine"]):
         is_awaited = any(s.state is not State.PREFILLING and not s.history.first_token for s in running)
         unread = [Unread(sequence.unread, sequence.prefilled) for sequence in reading]
         slope = self._prefill_costs.slope if len(running) > 1 else 0.0  # if it runs alone, no other request waits
-        shares = split_prefill_budget(unread, self._chunk, slope, is_awaited)
+        budget = self._chunk
+        if writing := sum([s.context.rows for s in running if s.state is not State.PREFILLING]):
+            budget = min(budget, self._prefill_costs.rows_within(self.costs.reading_seconds(writing)))
+        shares = split_prefill_budget(unread, budget, slope, is_awaited)
         chunks = []
         for sequence, share in zip(reading, shares, strict=True):
             if share:

@@ -291,7 +291,7 @@ class KVMemory:
         self._kept.remove(kept)
 
     def _capacity(self, sequence: TokenSequence) -> int:
-        return min(len(sequence.request.prompt) + sequence.request.max_tokens, self._target.max_positions)
+        return len(sequence.request.prompt) + sequence.request.max_tokens
 
 
 def _shared_by_drafts(holder: TokenSequence | _KeptText, sequence: TokenSequence, length: int) -> int:

@@ -31,11 +31,13 @@ class Span(NamedTuple):
 class PrefillCostModel:
     """`slope` is the time that each token before a row adds, as a fraction of the time of a row with none."""
 
-    def __init__(self, learns: bool = True) -> None:
-        """With `learns` False the priors stay, so that the cuts of a text do not depend on the clock."""
-        self._learns = learns
+    def __init__(self, learns: bool = True, untimed: int = 16) -> None:
+        """With `learns` False the priors stay, so that the cuts of a text do not depend on the clock. `untimed`: rows
+        that `rows_within` returns until passes were timed."""
+        self._learns, self._most = learns, untimed
         self._known = np.zeros((3, 4))  # decayed sums of x x^T and of x
         self._passes = self._speeds = 0.0  # decayed sums of the passes and of expected / measured time
+        self._row = 0.0  # seconds of a row with no token before it; 0: unknown
         self.slope = _SLOPE
 
     def learn(self, spans: Iterable[Span], seconds: float) -> None:
@@ -48,15 +50,22 @@ class PrefillCostModel:
         self._speeds = _FADE * self._speeds + _expected_time(rows, before) / seconds
         self._passes = _FADE * self._passes + 1.0
         self._known = _FADE * self._known + _equation(rows, before, seconds)
-        self.slope = self._fitted()
+        self._most = max(self._most, 2 * rows)
+        self._fit()
 
-    def _fitted(self) -> float:
-        """Return the slope that fits the passes best."""
+    def rows_within(self, seconds: float) -> int:
+        """Return how many rows with no token before them take this time: at least one, and at most twice as many as
+        the widest timed pass had, because few rows do not tell what many cost."""
+        return max(min(int(seconds / self._row), self._most), 1) if self._row else self._most
+
+    def _fit(self) -> None:
+        """Fit the time of a row, and the slope, to the passes."""
         row = self._passes / self._speeds  # seconds, if the priors are right
         expected = sum(_equation(rows, before, row * _expected_time(rows, before)) for rows, before in _EXPECTED)
         sums = self._known + _WEIGHT * expected
         _, each, more = np.linalg.solve(sums[:, :3], sums[:, 3])
-        return float(min(max(more / _UNIT / each, 0.0), _MOST)) if each > 0.0 else _SLOPE
+        self._row = float(each) if each > 0.0 else row
+        self.slope = float(min(max(more / _UNIT / each, 0.0), _MOST)) if each > 0.0 else _SLOPE
 
 
 def _expected_time(rows: int, before: int) -> float:

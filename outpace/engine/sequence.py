@@ -189,8 +189,7 @@ class TokenSequence:
 
     @property
     def tokens_left(self) -> int:
-        prompt = len(self.request.prompt)
-        return min(self.request.max_tokens, self.kv.session.capacity - prompt) - (len(self.committed) - prompt)
+        return self.request.max_tokens - (len(self.committed) - len(self.request.prompt))
 
     @property
     def needs_prompt_feedback(self) -> bool:

@@ -26,6 +26,7 @@ _LAYERS = 8  # draft layers with estimates of their own
 MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
+_READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
 
 
@@ -208,6 +209,11 @@ class CostModel:
         """Return the expected seconds that a source's model needs to read a text of `tokens` tokens."""
         read = tokens if source.reads is None else min(tokens, source.reads)
         return self._shares.get(source.name, 0.0) * self._prefill.value * read
+
+    def reading_seconds(self, rows: int) -> float:
+        """Return how long texts may be read in a round in which requests that write verify `rows` rows: as long as
+        their pass takes or `_READING`, so that neither side waits for the other."""
+        return max(self.pass_seconds(rows), _READING)
 
     def is_timed(self, rows: int, samples: int) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""

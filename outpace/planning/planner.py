@@ -98,7 +98,7 @@ class Planner:
         self._chances, self._worth = [], 0.0
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
-            self._why = "a plain round is timed" if self._context.budget > 1 else "one row for each request"
+            self._why = "a plain round is timed" if self._context.budget > 1 else "no row is left for drafts"
             for source in self.lookups:
                 source.is_asked = False
             return
@@ -150,7 +150,8 @@ class Planner:
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
         most = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
-        if self.is_plain or model.is_trial or model.layers - model.first >= most:
+        is_deep = model.layers - model.first >= most or model.layers >= self._context.tokens_left - 1
+        if self.is_plain or model.is_trial or is_deep:
             self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
             return 0
         catch_up = model.catch_up_seconds
@@ -224,6 +225,11 @@ class Planner:
             parents = [trust * leaf for leaf in predicted]
         else:
             parents = tree.parent_chances(chances, model.source.name, self._num_looked_up, trust, not model.layers)
+            deepest = self._context.tokens_left - 2  # below it only the target writes
+            if tree.deepest > deepest:
+                leaves = tree.leaves()
+                kept = [chance for chance, leaf in zip(parents, leaves, strict=False) if tree.depth(leaf) <= deepest]
+                parents = [*kept, *parents[len(leaves) :]]
         above = [chance - least for chance in sorted(parents, reverse=True)[: model.source.width] if chance > least]
         return [*accumulate(above)]
 
@@ -279,6 +285,8 @@ class Planner:
             return [0]
         chances = self._acceptance.of(tree)
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
+        if tree.deepest > tree.max_depth:
+            best = [node for node in best if tree.depth(node) <= tree.max_depth]
         order = [] if self.is_plain else best[: self._context.budget - 1]
         nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
         seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))

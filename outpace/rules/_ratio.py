@@ -16,6 +16,7 @@ from outpace.core.adjust import adjust_logits
 from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of, one_hot
 from outpace.core.logits import host_array
 from outpace.core.noise import ACCEPT, RESIDUAL
+from outpace.core.sampling import Sampling
 from outpace.core.tree import Role, Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules.base import LogProbRule
@@ -33,12 +34,17 @@ class NodeScores(NamedTuple):
     @property
     def p(self) -> TokenDistribution:
         """Return p after the node."""
-        return distribution_of(self.scores, self.row.request.sampling)
+        return self._p(self.row.request.sampling)
 
     @property
     def raw_p(self) -> TokenDistribution:
         """Return p at temperature 1 and without filters."""
-        return distribution_of(self.scores, UNFILTERED)
+        return self._p(UNFILTERED)
+
+    def _p(self, sampling: Sampling) -> TokenDistribution:
+        """Return p; where no score is finite, all mass is on the token that greedy decoding would write."""
+        p = distribution_of(scores := self.scores, sampling)
+        return p if p.total > 0 else one_hot(int(scores.argmax()))
 
     @property
     def scores(self) -> np.ndarray:
@@ -158,7 +164,7 @@ class BottomUp(RatioRule):
 
     def walk(self, tree: TokenTree, picks: Sequence[NodeScores]) -> Verdict:
         verdict = self._visit(tree, picks, 0, 1.0)
-        assert verdict is not None, "the root's weight is 1"
+        assert verdict is not None  # the root is always accepted
         return verdict
 
     def _visit(self, tree: TokenTree, picks: Sequence[NodeScores], node: int, weight: float) -> Verdict | None:
@@ -174,7 +180,7 @@ class BottomUp(RatioRule):
                     return verdict
                 weight, p = without_child(weight, p, q)
                 q = q.without(token)
-        if not self.random_source.accepts(scores.key(ACCEPT), weight):
+        if node and not self.random_source.accepts(scores.key(ACCEPT), weight):
             return None
         return Verdict(tree.path(node), self.random_source.draw(scores.key(RESIDUAL), p))
 

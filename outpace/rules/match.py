@@ -58,5 +58,4 @@ class Match(LogProbRule):
     def pick(self, node: NodeScores | int) -> int:
         if not isinstance(node, NodeScores):
             return node
-        p = node.p
-        return p.at(self.draw(node.row)) if p.total > 0 else int(node.scores.argmax())
+        return node.p.at(self.draw(node.row))
