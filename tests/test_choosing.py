@@ -178,7 +178,7 @@ def test_a_process_drafts_with_one_model(target: Loaded) -> None:
 
 
 def test_tuning_ranks_the_drafts(target: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "entry_path", lambda name, cache: tmp_path / name)
     monkeypatch.setattr(profiles, "FEWEST", 1)
     draft = replace(load_draft("layers:0", target), others=(load_draft("layers:0,1", target),))
     found = tune(target, draft, FEW, silent)

@@ -163,7 +163,7 @@ def test_too_little_memory_is_reported_to_the_first_request() -> None:
 
 def test_an_llm_times_rounds_where_no_profile_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_model(folder(tmp_path, "target"))
-    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "entry_path", lambda name, cache: tmp_path / name)
     monkeypatch.setattr(profiles, "FEWEST", 1)
     seen = []
     for method in ("auto", "speculative", "autoregressive", "auto"):

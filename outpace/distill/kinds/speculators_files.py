@@ -151,7 +151,8 @@ def read_own_head(
     if head.taps != tuple(taps):
         own = tap_list(head.taps)
         raise UserError(f"the head {draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}")
-    return head, {name: value for name, value in layer.items() if name not in IGNORED_IN_LAYER}, files
+    left_out = {*IGNORED_IN_LAYER, "dflash_config"}  # z-lab's files have it next to the fields of the layers
+    return head, {name: value for name, value in layer.items() if name not in left_out}, files
 
 
 def layer_fields(target: Mapping[str, Any], sizes: LlamaConfig, model_type: str, num_layers: int) -> dict[str, Any]:
