@@ -19,7 +19,7 @@ from outpace.decoders.base import RequestContext
 from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import CostModel
 from outpace.planning.planner import Planner
-from outpace.planning.sources import BatchRows
+from outpace.planning.sources import BatchRows, ModelSource
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of a draft step
 RIGHT, WRONG, COPY = 1, 0, 2
@@ -501,3 +501,14 @@ def test_rules_that_judge_draws_are_refused() -> None:
     place = World(0.9, always, rule="rejection", temperature=1.0).place
     with pytest.raises(UserError, match="a rule whose text depends on the drafts"):
         Auto().decode(place, Auto.Options()).send(None)
+
+
+@pytest.mark.parametrize(("most", "is_read"), [(64, False), (512, True), (4096, True)])
+def test_a_large_limit_of_tokens_does_not_make_a_long_prompt_worth_reading(most: int, is_read: bool) -> None:
+    """Clients that set no limit get one of thousands of tokens, and write ten."""
+    context = SimpleNamespace(tokens_left=most, requests=1)
+    source = ModelSource.__new__(ModelSource)
+    source._context, source._costs = context, SimpleNamespace(pass_seconds=lambda requests: 0.03)
+    assert source.expected_tokens == min(most, 512)
+    assert (source.may_save() > 2.0) is is_read, "a prompt that takes two seconds to read"
+    assert source.may_save() < 30.0, "one that takes half a minute"

@@ -160,7 +160,7 @@ class Planner:
         if not width:
             expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
             self._why = f"a level adds {expected:.2f}, must add {self._step_price(model):.2f}"
-        if gain <= self.price * catch_up / max(1, self._context.tokens_left):  # reading is paid once for all rounds
+        if gain <= self.price * catch_up / max(1, model.expected_tokens):  # reading is paid once for all rounds
             explores = self._explores(model)
             if not explores and not self._is_due(model):
                 return 0

@@ -57,6 +57,7 @@ class PlanningContext:
         self.rows = rows
 
 
+_USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
 _SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
 _REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
 _EXPLORED = 3  # rounds at the beginning of an answer that find out what a model is worth for its text
@@ -164,10 +165,15 @@ class ModelSource:
         behind = len(self._context.committed) - self._read
         return self._costs.draft_prefill_seconds(self.source, behind) if behind > 0 and not self.layers else 0.0
 
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens that are expected to be written: few answers are as long as their limit, which says little."""
+        return min(self._context.tokens_left, _USUAL_ANSWER)
+
     def may_save(self) -> float:
         """Return the seconds that the model is assumed to save in the rest of the answer."""
         context = self._context
-        return _SAVED * context.tokens_left * self._costs.pass_seconds(context.requests) / context.requests
+        return _SAVED * self.expected_tokens * self._costs.pass_seconds(context.requests) / context.requests
 
     def end_round(self, emitted: int, step: float) -> None:
         """End a round in which it drafted and the target wrote `emitted` tokens; `step`: a draft step's price in
