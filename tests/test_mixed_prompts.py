@@ -1,4 +1,4 @@
-"""Long prompts beside short ones and beside requests that write, on a clock that passes advance by what they read: how
+"""Long prompts with short ones and with requests that write, on a clock that passes advance by what they read: how
 long each waits, and that the texts are those of single requests."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_a_draft_reads_a_long_text_in_pieces_while_others_wait() -> None:
 
 
 class Beside(NamedTuple):
-    """What a request that writes and prompts that are read beside it met. `gaps`: between its tokens, in seconds;
+    """What a request that writes and prompts that are read meanwhile met. `gaps`: between its tokens, in seconds;
     `rows`: of the passes meanwhile; `first`: seconds to each prompt's first token."""
 
     gaps: list[float]
@@ -140,7 +140,7 @@ class Beside(NamedTuple):
     first: list[float]
 
 
-def read_beside(
+def read_meanwhile(
     target: TimedToy, prompts: Sequence[Request], num_writing: int = 1, drafter: Drafter | None = None, **options: Any
 ) -> Beside:
     """Read prompts while other requests write."""
@@ -175,7 +175,7 @@ PROMPT_LENGTHS = [(2456,), (700, 2456), (3000, 40, 1200), (20,)]
 def test_a_stream_goes_on_while_prompts_are_read(lengths: tuple[int, ...], is_drafted: bool) -> None:
     """A pass takes a quarter of a second instead of 2.6, and the prompts little longer than alone."""
     drafter = draft_model.ModelDrafter(QuickToy(16, 3, 0), draft_model.Options(width=1)) if is_drafted else None
-    found = read_beside(slow(), [make_long(length) for length in lengths], drafter=drafter)
+    found = read_meanwhile(slow(), [make_long(length) for length in lengths], drafter=drafter)
     assert max(found.gaps) < 0.5
     assert median(found.gaps) < 0.35
     alone = first_tokens(answer([make_long(sum(lengths), 1)], 0.0002, slow()))[0]
@@ -186,7 +186,7 @@ def test_a_stream_goes_on_while_prompts_are_read(lengths: tuple[int, ...], is_dr
 def test_a_prompt_is_read_while_many_write(num_writing: int) -> None:
     """It gets as much time as they do."""
     drafter = draft_model.ModelDrafter(QuickToy(16, 3, 0), draft_model.Options(width=1))
-    found = read_beside(slow(), [make_long(2456)], num_writing, drafter)
+    found = read_meanwhile(slow(), [make_long(2456)], num_writing, drafter)
     own = 0.01 * 2456 * (1 + 0.0002 * 2456 / 2)
     assert found.first[0] < 3.5 * own
     assert max(found.gaps) < 3 * (0.05 + 0.01 * 8 * num_writing)
@@ -222,7 +222,7 @@ def test_the_first_pass_beside_a_request_that_writes_is_short_too() -> None:
             self.now -= free * self.row * 0.95
             return super().score(forest)
 
-    found = read_beside(Flat(0.0, 0.05, 0.01), [make_long(1500)])
+    found = read_meanwhile(Flat(0.0, 0.05, 0.01), [make_long(1500)])
     assert max(found.gaps) < 0.6
 
 
@@ -233,10 +233,10 @@ class Inexact(TimedToy):
 
 
 def test_the_cuts_of_a_prompt_do_not_depend_on_the_clock_where_they_may_show() -> None:
-    fast, slowly = (read_beside(Inexact(0.0, seconds, seconds), [make_long(500)]) for seconds in (1e-6, 1.0))
+    fast, slowly = (read_meanwhile(Inexact(0.0, seconds, seconds), [make_long(500)]) for seconds in (1e-6, 1.0))
     assert fast.rows == slowly.rows
     assert max(fast.rows) <= 16 + 1
-    named = read_beside(Inexact(0.0), [make_long(500)], chunk=200)
+    named = read_meanwhile(Inexact(0.0), [make_long(500)], chunk=200)
     assert max(named.rows) > 180, "a size that is named is kept, less what earlier tokens cost"
 
 

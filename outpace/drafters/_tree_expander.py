@@ -284,9 +284,8 @@ class TreeExpander:
         return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
-        """While others wait, read a part of each text of which more is missing than may be read in this growth, those
-        that will be read soonest first; return the places of these requests. Texts beyond the model's context are not
-        read."""
+        """While others wait, read a part of each text that lacks more than may be read in this growth, those that will
+        be read soonest first; return the places of these requests. Texts beyond the model's context are not read."""
         if self._on_base or all(state.max_read == UNLIMITED for state in states):
             return set()
         for state in states:

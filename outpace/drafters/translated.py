@@ -156,8 +156,8 @@ class TranslatedDrafter(Drafter):
         state.read = []
 
     def _reads_on(self, state: TranslatedState) -> bool:
-        """While others wait, read a part of a text of which more is missing than may be read in this growth; return
-        whether there was such a part."""
+        """While others wait, read a part of a text that lacks more than may be read in this growth; return whether
+        there was such a part."""
         if len(state.wanted) - len(state.read) <= min(state.max_read, _CHUNK) or state.max_read == UNLIMITED:
             return False
         first, count = len(state.read), min(state.max_read, _CHUNK)

@@ -32,7 +32,7 @@ from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
-_UNTIMED = 16  # prompt tokens in a pass beside requests that write, until passes were timed
+_UNTIMED = 16  # prompt tokens in a pass with requests that write, until passes were timed
 _INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C): send the request again"
 
 
