@@ -15,7 +15,7 @@ from outpace.cli.flags import flag, flags
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags, open_any
 from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError, unknown
-from outpace.models.files.find import short_name
+from outpace.models.files.find import pair_name
 from outpace.models.files.reading import write_json
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def chat(
         if not llm.target.tokenizer.chat_template:
             raise UserError(without_template(llm.target.name))
         draft = getattr(llm, "draft", None)
-        pair = short_name(llm.target.name) + (f" with draft {short_name(draft.name)}" if draft else "")
+        pair = pair_name(llm.target.name, draft and draft.name)
         local = LocalChat(llm, sampling, system, color, sampling.recommended(llm))
         _talk(local, f"{pair} by {llm.method}")
 

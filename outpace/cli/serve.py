@@ -12,6 +12,7 @@ from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags
 from outpace.cli.options import GENERATION_CONFIG, ModelFlags
 from outpace.core.errors import require
+from outpace.models.files.find import pair_name
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
@@ -102,7 +103,8 @@ def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
 def _greet(service: Service, address: str) -> None:
     llm, options = service.llm, service.options
     key = " -H 'Authorization: Bearer KEY'" if options.keys else ""
-    display.say(f"{llm.target.name} by {llm.method} on {address}; chat page: {address}/")
+    pair = pair_name(llm.target.name, llm.draft.name if llm.draft else None)
+    display.say(f"{pair} by {llm.method} on {address}; chat page: {address}/")
     display.say_recommended(service.chat_model.recommended)
     if service.draft_port is not None:
         where = f"grpc{'s' if options.certificate else ''}://{options.host}:{service.draft_port}"

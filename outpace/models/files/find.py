@@ -85,6 +85,11 @@ def short_name(name: str) -> str:
     return Path(name).name.removesuffix(".gguf") if name.endswith(".gguf") or Path(name).exists() else name
 
 
+def pair_name(target: str, draft: str | None) -> str:
+    """Return the short names of a target and its draft, if it has one."""
+    return short_name(target) + (f" with draft {short_name(draft)}" if draft else "")
+
+
 def _check_folder(path: Path) -> None:
     """Raise UserError, which describes what the folder holds, unless it looks like a causal language model's."""
     if not (path / "config.json").is_file():
