@@ -113,7 +113,7 @@ def test_a_user_message_without_content(content: list[Any] | None) -> None:
 def test_a_target_without_a_chat_template(tmp_path: Path, run: Run) -> None:
     path = write_gguf(tmp_path / "plain.gguf", {"tokenizer.chat_template": None})
     for words, says in (
-        (["chat"], "plain.gguf has no chat template: outpace generate --raw"),
+        (["chat"], "plain.gguf has no chat template: `outpace generate --raw`"),
         (["generate", "hi"], "--raw"),
     ):
         code, _, err = run(*words, "--target", str(path))
