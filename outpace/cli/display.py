@@ -46,8 +46,9 @@ def print_sentence(text: str, style: str | None = None) -> None:
 
 
 def say(text: str, style: str = GREY) -> None:
-    """Print one line to stderr without wrapping it."""
-    stderr().print(text, style=style, soft_wrap=True)
+    """Print one line to stderr, wrapped at spaces on a terminal."""
+    console = stderr()
+    console.print(text, style=style, soft_wrap=not console.is_terminal)
 
 
 def say_recommended(sampling: Mapping[str, Any]) -> None:
