@@ -6,7 +6,9 @@ import io
 import json
 import re
 import runpy
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,20 +45,22 @@ def test_no_command_is_missing() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder with files to read; what is converted meanwhile, half a gigabyte, is removed."""
     smollm2_file()
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
     lines = ({"turns": [f"What is {number} + 4?"], "reference": number + 4} for number in range(2))
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     times = pd.date_range("2026-01-01", periods=120, freq="h")
     values = 10 + np.sin(np.arange(120) * 2 * np.pi / 24)
     pd.DataFrame({"time": times, "value": values}).to_csv(tmp_path / "sales.csv", index=False)
-    return tmp_path
+    yield tmp_path
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("command", PLAIN)
 def test_the_plain_output_of_a_command(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setenv("OUTPACE_CACHE", str(here / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     words, said = PLAIN[command]
     given = re.findall(r'"[^"]*"|\S+', words.format(here=here))
