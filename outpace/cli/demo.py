@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, BasicSamplingFlags, ModelFlags
+from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, TARGET_NAMES, BasicSamplingFlags, ModelFlags
 from outpace.core.errors import check_range
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ DIFFERENT = 1  # the exit status if the texts differ
 class DemoFlags:
     """The models and the drafter."""
 
-    target: str | None = flag(None, TARGET, panel="Model")
+    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model")
     draft: list[str] | None = flag(None, DRAFT, panel="Model")
     drafter: str | None = flag(None, DRAFTER, panel=METHOD)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
-from outpace.cli.options import JSON, SEED, TARGET, TEXT
+from outpace.cli.options import JSON, SEED, TARGET, TARGET_NAMES, TEXT
 from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
 from outpace.core.errors import UserError, check_whole, require, unknown
 
@@ -130,7 +130,7 @@ def distill(
     training: TrainingFlags,
     evaluation: EvaluationFlags,
     packing: PackingFlags,
-    target: str | None = flag(None, TARGET, panel="Model"),
+    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model"),
     out: Path = flag(Path("distilled"), "Folder of the run; a run that stopped is continued."),
     device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ..."),
     seed: int = flag(0, SEED, panel=TEXT),

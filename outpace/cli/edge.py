@@ -182,3 +182,4 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
 
         sizes = [f"{getattr(settings, name)} {name}" for name in ("devices", "servers") if name not in points[0]]
         plot(found, ", ".join([*sizes, f"{study.worlds} worlds", f"channel {settings.channel}"]), study.plot)
+        display.say(f"plot: {study.plot}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET
+from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET, TARGET_NAMES
 from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
 from outpace.core.errors import UserError, check_range
 from outpace.models.options import LoadOptions
@@ -22,7 +22,7 @@ class JudgedPairFlags:
     """The models, and how they are loaded. A judge serves only the target, runtime and precision it was trained on."""
 
     panel: ClassVar[str] = "Model"
-    target: str | None = flag(None, TARGET)
+    target: str | None = flag(None, TARGET, *TARGET_NAMES)
     draft: str | None = flag(
         None,
         "Draft model: hub id, folder or .gguf file; auto (a known small model of the same family); or some of the"

@@ -171,11 +171,13 @@ class _Stream(io.FileIO):
     """A standard stream: errors of stdout are OutputErrors; stderr drops what cannot be written, for there is no other
     place to report it."""
 
+    is_error = False  # whether it is stderr, whatever its number
+
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            if self.fileno() == 2:
+            if self.is_error:
                 return memoryview(data).nbytes
             if isinstance(error, BrokenPipeError):
                 raise
@@ -189,21 +191,23 @@ def prepare_streams() -> None:
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, so that no other file can get it
-    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _checked(sys.stderr)  # noqa: SIM115
+    sys.stderr = open(os.devnull, "w") if sys.stderr is None else _checked(sys.stderr, True)  # noqa: SIM115
     if sys.stdout is None:
         raise OutputError("standard output is closed, there is nowhere to write to")
-    sys.stdout = _checked(sys.stdout)
+    sys.stdout = _checked(sys.stdout, False)
 
 
-def _checked(stream: TextIO) -> TextIO:
+def _checked(stream: TextIO, is_error: bool) -> TextIO:
     """Return the same stream over `_Stream`; a stream that is not a plain file stays as it is."""
     buffer = getattr(stream, "buffer", None)
     file = getattr(buffer, "raw", buffer)  # with PYTHONUNBUFFERED there is no buffer above the file
     if type(file) is not io.FileIO:
         return stream
     stream.flush()
+    raw = _Stream(file.fileno(), "w", closefd=False)
+    raw.is_error = is_error
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(file.fileno(), "w", closefd=False)),
+        io.BufferedWriter(raw),
         stream.encoding,
         errors="replace",  # a terminal that cannot show a character must not end the command
         line_buffering=bool(stream.line_buffering),
