@@ -85,7 +85,7 @@ def _checked_early(
 
 
 def _is_local_model(spec: Any) -> bool:
-    return isinstance(spec, str | Path) and Path(spec).expanduser().exists() and find_head(spec) is None
+    return isinstance(spec, str | Path) and Path(spec).expanduser().exists()
 
 
 def _load_several(

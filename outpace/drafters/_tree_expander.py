@@ -314,7 +314,7 @@ class TreeExpander:
             lagging = [state for state in lagging if state.missing > CHUNK]
 
     def _read(self, counts: Sequence[tuple[ExpansionState, int]]) -> None:
-        """Read the next missing committed tokens of each state, as many as stated."""
+        """Read committed tokens that the model has not read yet: for each state, the next `count` of them."""
         parts = []
         for state, count in counts:
             first = state.start + state.session.length
