@@ -103,7 +103,7 @@ def target_side(args: argparse.Namespace, answers: trace.Trace) -> None:
             with Engine(target.model, options=options) as engine:
                 say(answer(engine, Autoregressive))
         elif line == "worker":
-            worker = RemoteWorker(Address(DRAFT, DRAFT_PORT, False), own, pauses=(0.2,))
+            worker = RemoteWorker(Address(DRAFT, DRAFT_PORT, False), own, pauses=(0.2,)).start()
             with Engine(target.model, worker=worker, options=options) as engine:
                 while not (worker.is_ready and worker.round_trip_seconds):
                     time.sleep(0.05)

@@ -97,7 +97,7 @@ def measure(setup: Setup, pair: Pair, target_seconds: float, draft_seconds: floa
     decoder, drafter, worker = setup.decoder, None, None
     recipe = partial(slowed_drafter, pair.load_draft, dict(setup.options), draft_seconds)
     if decoder.drafting == "parallel":
-        worker = ProcessWorker(partial(recipe, DRAFT_CORE))
+        worker = ProcessWorker(partial(recipe, DRAFT_CORE)).start()
         until_ready(worker)
     elif decoder.drafting == "sequential":
         drafter = recipe(None)

@@ -289,7 +289,7 @@ def decode(
         worker = InlineWorker(drafter, clock)
 
     def run() -> Outcome:
-        beside = ThreadWorker(drafter) if worker == "thread" else worker
+        beside = ThreadWorker(drafter).start() if worker == "thread" else worker
         with Engine(target, None if beside else drafter, beside, engine, seconds) as parts:
             return _drive(parts, requests, registry.find("decoders", method), options, check_storage)
 

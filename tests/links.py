@@ -129,4 +129,4 @@ def drafting(drafter: Any = None, own: Identity = OWN, delay: float = 0.0, **opt
 
 def worker_of(relay: Relay, **options: Any) -> RemoteWorker:
     """A worker that dials through a relay."""
-    return RemoteWorker(at(relay.port), OWN, **{"pauses": (0.02,), **options})
+    return RemoteWorker(at(relay.port), OWN, **{"pauses": (0.02,), **options}).start()

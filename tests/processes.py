@@ -162,7 +162,7 @@ import time
 from functools import partial
 from light import Lookup
 from outpace.card.process import ProcessWorker
-worker = ProcessWorker(partial(Lookup, {TABLE!r}))
+worker = ProcessWorker(partial(Lookup, {TABLE!r})).start()
 while sys.argv[1] != "start" and not worker.is_ready or worker.pid is None:
     time.sleep(0.01)
 print(worker.pid, flush=True)

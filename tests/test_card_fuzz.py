@@ -277,7 +277,7 @@ def test_requests_after_the_worker_died_are_decoded_plainly(form: str) -> None:
     target, request = TARGETS[1], make_request((1, 2, 3), max_tokens=20)
     event = partial(RandomEvent, random.Random(0))
     workers = {"thread": ThreadWorker, "polled": partial(PolledWorker, record=event), "inline": InlineWorker}
-    worker = workers[form](failing(make_drafter("model", target), "grow", 1))
+    worker = workers[form](failing(make_drafter("model", target), "grow", 1)).start()
 
     def run() -> list[list[int]]:
         with Engine(target, worker=worker) as engine:
@@ -289,7 +289,7 @@ def test_requests_after_the_worker_died_are_decoded_plainly(form: str) -> None:
 
 
 def test_close_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, began = ThreadWorker(Empty()), threading.Event()
+    worker, began = ThreadWorker(Empty()).start(), threading.Event()
     sleep = worker._loop.wait
 
     def close_before_sleep(seconds: float | None = None) -> None:
@@ -341,7 +341,7 @@ class Killed(ProcessWorker):
 @pytest.mark.parametrize(("method", "moment"), in_turn(["planned", "card", "ssd"], ["wait", "pass"]))
 def test_a_process_that_is_killed_during_a_wait_or_a_pass(method: str, moment: str) -> None:
     with nothing_left():
-        worker = Killed(moment)
+        worker = Killed(moment).start()
         until(lambda: worker.is_ready, "a drafter")
         run, said = collect_warnings(
             partial(within, SECONDS, partial(decode, REQUESTS, method, worker=worker, target=Unhurried(16, 3, 0)))

@@ -310,7 +310,7 @@ from outpace.engine.engine import Engine
 from toy import Toy
 from outpace.rules.greedy import Greedy
 target = Toy(16, 3, 0)
-engine = Engine(target, None, ThreadWorker(ModelDrafter(target, Options())))
+engine = Engine(target, None, ThreadWorker(ModelDrafter(target, Options())).start())
 engine.submit(Request((1, 2, 3), Greedy(), 100), Card, Card.Options())
 engine.step()
 engine.step()

@@ -132,6 +132,8 @@ class Scenario:
         self.given = self.kind.build()
         drafter = None if self.kind.worker else self.given
         engine = self.engine = Engine(TARGET, drafter, self.given if self.kind.worker else None, OPTIONS)
+        if engine.worker:
+            engine.worker.start()
         first, second, third = self.submit(*requests(3))
         engine.step()
         engine.step()
@@ -382,3 +384,27 @@ def test_an_interrupted_close_still_ends_the_worker(
     monkeypatch.undo()
     llm.close()
     check_closed(llm.engine, ())
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_an_interrupt_while_an_llm_is_created_leaves_no_worker(tiny_pair: tuple[Loaded, Loaded], worker: str) -> None:
+    """At every line of the modules that build and start it."""
+
+    created: list[LLM] = []
+
+    def create() -> None:
+        created.append(LLM(*tiny_pair, method="card", drafter="model+ngram", worker=worker))
+
+    def close_all() -> None:
+        while created:
+            created.pop().close()
+        until(lambda: "outpace-drafter" not in str(threading.enumerate()), "the end of the worker")
+
+    create()  # modules are imported once
+    close_all()
+    found = places(visited_lines(create))
+    close_all()
+    modules = ("/api/llm.py", "/engine/build.py", "/card/")
+    for place in [place for place in found if place.visit <= 2 and any(name in str(place) for name in modules)]:
+        assert interrupted_at(place, create), place
+        close_all()

@@ -263,7 +263,7 @@ def test_an_interrupted_target_leaves_the_candidates_open(call: Callable[[Candid
 @pytest.mark.parametrize("drafter", ["empty", "model"])
 def test_an_interrupted_target_leaves_a_worker_that_can_be_closed(drafter: str) -> None:
     def once(interrupt: Interrupt) -> None:
-        worker = ThreadWorker(Empty() if drafter == "empty" else make_drafter("model", QuickToy(16, 3, 0)))
+        worker = ThreadWorker(Empty() if drafter == "empty" else make_drafter("model", QuickToy(16, 3, 0))).start()
 
         def use() -> None:
             cache = CandidateCache(3)

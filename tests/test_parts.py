@@ -191,7 +191,7 @@ def test_a_wait_ends_if_the_drafter_gave_up_before_its_layers_were_counted() -> 
 def test_a_worker_leaves_other_threads_their_cores() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    worker = ThreadWorker(ModelDrafter(TARGET, Options()), threads=1)
+    worker = ThreadWorker(ModelDrafter(TARGET, Options()), threads=1).start()
     seen: list[int] = []
     other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     other.start()

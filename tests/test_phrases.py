@@ -69,7 +69,7 @@ def test_nothing_is_kept_unless_it_is_asked_for(name: str, tmp_path: Path, monke
 @pytest.mark.parametrize("make", [ThreadWorker, InlineWorker])
 def test_a_worker_keeps_them_too(tmp_path: Path, make: Any) -> None:
     drafter = build_drafter("cacheback", GIVEN, {"phrases": str(tmp_path / "phrases")})
-    with Engine(TARGET, worker=make(drafter)):
+    with Engine(TARGET, worker=make(drafter).start()):
         pass
     assert (tmp_path / "phrases").is_file()
 

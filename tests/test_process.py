@@ -82,7 +82,7 @@ def _nothing_left() -> Iterator[None]:
 
 def started(make: Callable[[], Any] = build_light, **options: Any) -> ProcessWorker:
     """A worker whose drafter is built."""
-    worker = ProcessWorker(make, **options)
+    worker = ProcessWorker(make, **options).start()
     until(lambda: worker.is_ready, "a drafter")
     return worker
 
@@ -115,7 +115,7 @@ def test_texts_equal_plain_decoding(name: str, method: str) -> None:
 
 
 def test_it_starts_while_the_target_runs_and_then_drafts_for_running_requests() -> None:
-    worker = ProcessWorker(build_light)
+    worker = ProcessWorker(build_light).start()
 
     def work(drive: Drive) -> None:
         drive.round()
@@ -129,7 +129,7 @@ def test_it_starts_while_the_target_runs_and_then_drafts_for_running_requests() 
 
 
 def test_the_target_does_not_wait_for_a_drafter_that_is_not_built() -> None:
-    worker = ProcessWorker(build_slowly)
+    worker = ProcessWorker(build_slowly).start()
     cache = UnwaitableCache(3)
     worker.open(0, REQUESTS[0], cache)
     worker.wait(cache, 1)
@@ -140,7 +140,7 @@ def test_the_target_does_not_wait_for_a_drafter_that_is_not_built() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.3])
 def test_it_may_be_closed_while_it_starts(delay: float) -> None:
-    worker = ProcessWorker(build_slowly)
+    worker = ProcessWorker(build_slowly).start()
     time.sleep(delay)
     within(SECONDS / 2, worker.close)
     assert worker.failure is None
@@ -175,6 +175,7 @@ def test_an_ngram_drafter_needs_no_model_in_the_child() -> None:
     with build_engine(Loaded(TARGET, None, "toy"), None, options) as engine:
         worker = engine.worker
         assert isinstance(worker, ProcessWorker)
+        worker.start()
         until(lambda: worker.is_ready, "a drafter")
         (run,) = submit(engine, make_request([1, 2, 3] * 5, "greedy", 200), method=Card)
 
@@ -193,7 +194,7 @@ def test_an_ngram_drafter_needs_no_model_in_the_child() -> None:
 
 @pytest.mark.parametrize("method", one_of(3, [Card, Pearl, Ssd]), ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_killed_process_is_restarted_and_then_given_up(method: ModuleType) -> None:
-    worker = ProcessWorker(build_light, pauses=(0.01, 0.01))
+    worker = ProcessWorker(build_light, pauses=(0.01, 0.01)).start()
     chance = random.Random(5)
     pids = []
 
@@ -217,7 +218,7 @@ def test_a_killed_process_is_restarted_and_then_given_up(method: ModuleType) -> 
 
 
 def test_a_process_killed_while_it_starts_is_restarted() -> None:
-    worker = ProcessWorker(build_light, pauses=(0.01,))
+    worker = ProcessWorker(build_light, pauses=(0.01,)).start()
     send(worker, signal.SIGKILL)
     assert len(driven(worker, Drive.until_drafted)) == 1
     assert worker.failure is None
@@ -226,7 +227,7 @@ def test_a_process_killed_while_it_starts_is_restarted() -> None:
 def test_node_ids_are_unique_across_restarts_of_the_drafter() -> None:
     """Rules that key their randomness by node ids are lossless only if ids are unique."""
     met: dict[int, tuple[int, int]] = {}
-    worker = ProcessWorker(build_light, pauses=(0.01,))
+    worker = ProcessWorker(build_light, pauses=(0.01,)).start()
     request = make_request([1, 2, 3], "greedy", 100_000)
 
     def work() -> None:
@@ -250,7 +251,7 @@ def test_node_ids_are_unique_across_restarts_of_the_drafter() -> None:
 
 
 def test_a_stopped_process_is_waited_for() -> None:
-    worker = ProcessWorker(build_light, patience=SECONDS)
+    worker = ProcessWorker(build_light, patience=SECONDS).start()
 
     def work(drive: Drive) -> None:
         drive.until_drafted()
@@ -265,7 +266,7 @@ def test_a_stopped_process_is_waited_for() -> None:
 
 
 def test_a_process_that_stays_stopped_is_replaced() -> None:
-    worker = ProcessWorker(build_light, patience=1.0, pauses=(0.01,) * 5)
+    worker = ProcessWorker(build_light, patience=1.0, pauses=(0.01,) * 5).start()
 
     def work(drive: Drive) -> None:
         drive.until_drafted()
@@ -292,7 +293,7 @@ def test_messages_to_a_stopped_process_do_not_block() -> None:
 
 
 def test_an_exception_of_the_child_arrives_with_its_traceback() -> None:
-    worker = ProcessWorker(build_failing, pauses=(0.01,))
+    worker = ProcessWorker(build_failing, pauses=(0.01,)).start()
     said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure) and worker.pid is None, "its end"))
     failed = "the drafter failed (DrafterDiedError: grow number 5); continuing without it"
     assert said in ([f"{failed} until it restarts"], [f"{failed} until it restarts", failed])
@@ -301,7 +302,7 @@ def test_an_exception_of_the_child_arrives_with_its_traceback() -> None:
 
 
 def test_a_drafter_that_cannot_be_built_is_not_retried() -> None:
-    worker = ProcessWorker(build_never, pauses=(SECONDS, SECONDS))
+    worker = ProcessWorker(build_never, pauses=(SECONDS, SECONDS)).start()
     said = driven(worker, lambda drive: drive.until(lambda: bool(worker.failure), "its end"))
     assert said == ["the drafter failed (UserError: no such draft); continuing without it"]
     assert isinstance(worker.failure, UserError)

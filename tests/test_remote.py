@@ -112,7 +112,7 @@ def test_ids_that_pad_the_vocabulary_do_not_end_the_link() -> None:
     own = OWN._replace(num_tokens=12)
     assert any(max(text) >= 12 for text in TEXTS)
     with drafting(Lookup(bytes(min(token, 10) for token in TABLE)), own) as (server, relay):
-        worker = RemoteWorker(at(relay.port), own)
+        worker = RemoteWorker(at(relay.port), own).start()
         requests = [*REQUESTS, make_request([1, 15], max_tokens=20)]
         work = partial(decode, requests, "card", worker=worker, target=SlowToy(16, 3, 0))
         outcome, said = collect_warnings(partial(within, SECONDS, work))
@@ -228,7 +228,7 @@ def test_partitions_of_any_length_change_no_text(count: int) -> None:
 @pytest.mark.parametrize(("stops", "longest"), [(1, 1.0), pytest.param(20, 30.0, marks=pytest.mark.long)])
 def test_a_stopped_draft_worker_goes_on(stops: int, longest: float) -> None:
     process, port = server_process()
-    worker, chance = RemoteWorker(at(port), OWN, pauses=(0.05,)), random.Random(stops)
+    worker, chance = RemoteWorker(at(port), OWN, pauses=(0.05,)).start(), random.Random(stops)
 
     def work(drive: Drive) -> None:
         for _ in range(stops):
@@ -251,7 +251,7 @@ def test_a_stopped_draft_worker_goes_on(stops: int, longest: float) -> None:
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
     process, port = server_process()
-    worker = RemoteWorker(at(port), OWN, pauses=(0.05,))
+    worker = RemoteWorker(at(port), OWN, pauses=(0.05,)).start()
     chance = random.Random(kills)
     processes, descriptors = [process], list[int]()
 
@@ -284,7 +284,7 @@ def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
 def test_without_a_drafter_the_text_is_written_plainly() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    worker = RemoteWorker(at(port), OWN, pauses=(0.02,), first_seconds=SECONDS)
+    worker = RemoteWorker(at(port), OWN, pauses=(0.02,), first_seconds=SECONDS).start()
     work = partial(decode, REQUESTS, "card", worker=worker, target=SlowToy(16, 3, 0))
     outcome, said = collect_warnings(partial(within, SECONDS, work))
     assert outcome.texts == TEXTS
@@ -302,7 +302,7 @@ def test_without_a_drafter_the_text_is_written_plainly() -> None:
 def test_another_vocabulary_is_refused(own: Identity, says: str) -> None:
     with drafting() as (server, relay):
         with pytest.raises(UserError, match=says):
-            RemoteWorker(at(relay.port), own)
+            RemoteWorker(at(relay.port), own).start()
         assert server.num_requests == 0
 
 
@@ -332,9 +332,9 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DraftServer(Lookup(TABLE), OWN) as server:
         there = at(server.listen("127.0.0.1", 0, options.read_tls()), True)
         with pytest.raises(UserError, match=r"no secure link to 127\.0\.0\.1"):
-            RemoteWorker(there, OWN)
+            RemoteWorker(there, OWN).start()
         trust(monkeypatch, files)
-        worker = RemoteWorker(there, OWN)
+        worker = RemoteWorker(there, OWN).start()
         assert worker.is_ready
         worker.close()
 
@@ -349,20 +349,20 @@ def test_a_target_may_need_a_certificate(tmp_path: Path, monkeypatch: pytest.Mon
     trust(monkeypatch, files)
     with DraftServer(Lookup(TABLE), OWN) as server:
         there = at(server.listen("127.0.0.1", 0, mutual.read_tls()), True)
-        worker = RemoteWorker(there, OWN, first_seconds=1.0)
+        worker = RemoteWorker(there, OWN, first_seconds=1.0).start()
         assert not worker.is_ready
         assert "it may need a certificate: set OUTPACE_SSL_CERTFILE" in str(worker.failure)
         worker.close()
         trust(monkeypatch, files, shows_certificate=True)
-        worker = RemoteWorker(there, OWN)
+        worker = RemoteWorker(there, OWN).start()
         assert worker.is_ready
         worker.close()
         monkeypatch.delenv("OUTPACE_SSL_KEYFILE")
         with pytest.raises(UserError, match="set both OUTPACE_SSL_CERTFILE and OUTPACE_SSL_KEYFILE, or neither"):
-            RemoteWorker(there, OWN)
+            RemoteWorker(there, OWN).start()
         monkeypatch.setenv("OUTPACE_SSL_KEYFILE", str(tmp_path / "none"))
         with pytest.raises(UserError, match=r"OUTPACE_SSL_KEYFILE is .*none, which cannot be read"):
-            RemoteWorker(there, OWN)
+            RemoteWorker(there, OWN).start()
 
 
 def messages(seed: int) -> Iterator[FromTarget]:

@@ -79,7 +79,7 @@ def answer_all(
     """All of them in one engine."""
 
     def run() -> list[Written]:
-        beside = {"inline": InlineWorker, "thread": ThreadWorker}[worker](drafter) if worker else None
+        beside = {"inline": InlineWorker, "thread": ThreadWorker}[worker](drafter).start() if worker else None
         decoder = registry.find("decoders", method)
         with Engine(target, None if beside else drafter, beside, engine) as parts:
             answers = [

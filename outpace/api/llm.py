@@ -153,6 +153,8 @@ class LLM(AbstractContextManager["LLM"]):
         self._options = registry.build_options(self._decoder, build.part_options)
         self.engine = build_engine(self.target, self.draft, build)
         try:
+            if self.engine.worker:
+                self.engine.worker.start()
             self._shared = SharedEngine(self.engine)
             if self.target.model.is_asynchronous:
                 self.engine.capture_passes()

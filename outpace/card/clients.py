@@ -91,6 +91,9 @@ class ClientWorker(DraftWorker):
         client = self.client_of(cache)
         return 0.0 if client is None else client.round_trip_seconds
 
+    def _begin(self) -> None:
+        pass  # the clients begin
+
     def stop(self) -> None:
         pass  # the streams end with the server
 

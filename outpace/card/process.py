@@ -187,7 +187,6 @@ class ProcessWorker(RestartingWorker):
         self._start = Start(_pickled(build), threads)
         self._patience = patience
         self._child: ChildProcess | None = None
-        self._begin()
 
     @property
     def pid(self) -> int | None:

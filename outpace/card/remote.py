@@ -47,16 +47,20 @@ class RemoteWorker(RestartingWorker):
         pauses: Sequence[float] = _PAUSES,
         first_seconds: float = _FIRST_SECONDS,
     ) -> None:
-        """`own`: the target. A connection that is silent for `patience` seconds is replaced. Wait at most
-        `first_seconds` for the first connection; UserError if the drafter refuses this target."""
+        """`own`: the target. A connection that is silent for `patience` seconds is replaced. `start` waits at most
+        `first_seconds` for the first one."""
         super().__init__(pauses, is_endless=True)
         self.address, self._own, self._key, self._patience = address, own, key, patience
         self._limit = LayerLimit()
         self._first = threading.Event()  # set when the first connection is ready or has failed
         self.drafter_name = ""
+        self._first_seconds = first_seconds
         link.grpc()
-        self._begin()
-        self._first.wait(first_seconds)
+
+    def _begin(self) -> None:
+        """Connect. UserError if the drafter refuses this target."""
+        super()._begin()
+        self._first.wait(self._first_seconds)
         if self.failure is not None and not self.will_restart:
             self.close()
             raise UserError(str(self.failure))

@@ -103,7 +103,7 @@ class RestartingWorker(DrafterTimes, DraftWorker):
 
     def __init__(self, pauses: Sequence[float], is_endless: bool = False) -> None:
         """`pauses`: seconds before each restart; `is_endless`: repeat the last pause instead of giving the drafter up
-        after it. A subclass calls `_begin` when it can run a drafter."""
+        after it."""
         super().__init__()
         self._pauses, self._is_endless, self._num_failures = tuple(pauses), is_endless, 0
         self._requests: dict[int, _KnownRequest] = {}
@@ -113,11 +113,7 @@ class RestartingWorker(DrafterTimes, DraftWorker):
         self._thread = threading.Thread(target=self._run, name=self._thread_name)
 
     def _begin(self) -> None:
-        try:
-            self._thread.start()
-        except BaseException:
-            self.stop()
-            raise
+        self._thread.start()
 
     @property
     def is_ready(self) -> bool:
@@ -138,7 +134,8 @@ class RestartingWorker(DrafterTimes, DraftWorker):
     def close(self) -> None:
         """End the drafter and wait for its end."""
         self.stop()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def stop(self) -> None:
         self._stopping = True

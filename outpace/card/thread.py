@@ -34,15 +34,13 @@ class ThreadWorker(DraftWorker):
         self.step_seconds = 0.01
         self._ready: SimpleQueue[None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="outpace-drafter")
+
+    def _begin(self) -> None:
         before = torch.get_num_threads() if is_torch_loaded() else 0
-        try:
-            self._thread.start()
-            self._ready.get()
-            if before:
-                torch.set_num_threads(before)  # the count of a thread becomes the default of later threads
-        except BaseException:
-            self.stop()
-            raise
+        self._thread.start()
+        self._ready.get()
+        if before:
+            torch.set_num_threads(before)  # the count of a thread becomes the default of later threads
 
     @property
     def is_working(self) -> bool:
@@ -62,7 +60,8 @@ class ThreadWorker(DraftWorker):
     def close(self) -> None:
         """End the thread after its current forward, and the drafter."""
         self.stop()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._loop.drafter.capabilities.save()
 
     def _post(self, message: Message) -> None:

@@ -14,10 +14,11 @@ from outpace.core.types import Drafter, Request
 from outpace.models.base import Part
 
 T = TypeVar("T")
+AnyWorker = TypeVar("AnyWorker", bound="DraftWorker")
 
 
 class DraftWorker(ABC):
-    """Runs a drafter in parallel with the target without ever blocking it. The owner that starts a worker closes it.
+    """Runs a drafter in parallel with the target without ever blocking it. Who calls `start` calls `close`, too.
 
     Only requests, directives, corrections and layers pass between the two sides; the caches are on the target's side.
     `failure`: the exception that ended the drafter, or keeps it from drafting now; `will_restart`: whether the drafter
@@ -33,6 +34,12 @@ class DraftWorker(ABC):
         self.failure: BaseException | None = None
         self._caches: dict[int, CandidateCache] = {}
         self._resting_keys: set[int] = set()  # requests that are not drafted until the next directive
+
+    def start(self: AnyWorker) -> AnyWorker:
+        """Start the thread or the process that drafts, if there is one, and return the worker; call it where `close`
+        follows even after an interrupt."""
+        self._begin()
+        return self
 
     def open(self, key: int, request: Request, cache: CandidateCache) -> None:
         """Start a request; its layers go to `cache`."""
@@ -100,6 +107,10 @@ class DraftWorker(ABC):
         self.stop()
 
     @abstractmethod
+    def _begin(self) -> None:
+        """Start what drafts."""
+
+    @abstractmethod
     def _post(self, message: Message) -> None:
         """Send a message to the drafter's side; returns at once."""
 
@@ -120,6 +131,9 @@ class SameThreadWorker(DraftWorker):
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self._loop = DraftLoop(drafter)
+
+    def _begin(self) -> None:
+        pass
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)

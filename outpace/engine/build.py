@@ -280,7 +280,7 @@ def _structured_drafter(is_default: bool, rule: str, drafter: str | None, decode
 
 def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) -> Engine:
     """Build the engine of resolved options: with sequential drafters, or with one drafter in a worker. UserError for an
-    option that no part has, or that does not fit; no thread is started then."""
+    option that no part has, or that does not fit. The caller starts its worker."""
     decoder, settings, values = registry.find("decoders", options.method), options.engine_options, options.part_options
     _check_worker(options, decoder)
     modules: dict[str, Any] = {f"method {options.method}": decoder}
@@ -300,7 +300,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     if options.is_remote:
         registry.check_known(modules, values)
         worker = build_remote_worker(str(options.worker), target)
-        return _engine_of(target, worker, settings)
+        return Engine(target.model, worker=worker, options=settings)
     name = options.drafter or default_drafter(options.method, draft.drafter if draft else None)
     modules |= {f"drafter {part}": module for part, module in drafter_modules(name).items()}
     names = [*drafter_names(name), *([options.structured_drafter] if options.structured_drafter else [])]
@@ -319,20 +319,11 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
     if options.worker not in ("inline", "polled") and on_cpu and drafters[name].capabilities.runs_model:
         worker.cores = _draft_threads(options, target)
-    return _engine_of(target, worker, settings, needs)
-
-
-def _engine_of(target: Loaded, worker: DraftWorker, settings: EngineOptions, needs: Needs = NO_NEEDS) -> Engine:
-    try:
-        return Engine(target.model, worker=worker, options=settings, needs=needs)
-    except BaseException:
-        worker.stop()
-        raise
+    return Engine(target.model, worker=worker, options=settings, needs=needs)
 
 
 def build_remote_worker(worker: str, target: Loaded) -> DraftWorker:
-    """Connect to a drafter on another machine, grpc://HOST:PORT; UserError if the host is unknown or refuses this
-    target."""
+    """Return a worker for a drafter on another machine, grpc://HOST:PORT; UserError if the host is unknown."""
     address = read_address(worker)
     require("a drafter on another machine", "remote", "grpc")
     from outpace.card.remote import RemoteWorker
@@ -365,7 +356,7 @@ def _draft_threads(options: BuildOptions, target: Loaded) -> int:
 def _build_worker(
     options: BuildOptions, name: str, drafter: Drafter, target: Loaded, draft: Loaded | None, values: Mapping[str, Any]
 ) -> DraftWorker:
-    """Start the worker. A process builds a drafter of its own; `drafter` has then only checked its options."""
+    """Return the worker, not started. A process will build a drafter of its own: `drafter` only checks its options."""
     from outpace.card.inline import InlineWorker
     from outpace.card.polled import PolledWorker, cuda_recorder
     from outpace.card.process import ProcessWorker

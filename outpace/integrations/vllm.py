@@ -197,4 +197,4 @@ def _connect(target: Loaded, named: Mapping[str, Any], options: Mapping[str, Any
     if not isinstance(worker, str) or not is_address(worker):
         raise UserError(f"worker is {worker!r:.100}, it must be the address of a draft worker, grpc://HOST:PORT")
     registry.check_known({f"method {REMOTE_METHOD}": registry.find("decoders", REMOTE_METHOD)}, options)
-    return build_remote_worker(worker, _with_tokenizer(target))
+    return build_remote_worker(worker, _with_tokenizer(target)).start()
