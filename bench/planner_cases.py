@@ -1,0 +1,536 @@
+"""Measure where `auto` chooses badly: small cases with models that cost nothing, on a clock that they move themselves.
+
+Run: python bench/planner_cases.py CASE [options]; each case says below what it prints and what would be right.
+
+Each pass of a stand-in model adds its time to a virtual clock, and so do hidden costs, which the planner does not time.
+Other programs on the machine therefore hardly change a figure. With --host 1 the clock also counts the CPU time of
+this thread. The cases `ends` and `host` use neither: the first runs the shipped pair, the second measures CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import random
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from host_cost import VOCAB, TableModel
+
+from outpace.core.drafting import BuildContext
+from outpace.core.logits import SparseLogits
+from outpace.core.types import Request
+from outpace.decoders import Auto, Autoregressive, Speculative
+from outpace.drafters import model as draft_model
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.sequence import TokenSequence
+from outpace.engine.warmup import warm_up
+from outpace.models.base import Part, captured
+from outpace.planning.planner import Planner
+from outpace.rules.greedy import Greedy
+
+OFFERED = 32  # best tokens that a model returns
+MS = 1e-3
+CHAINS = ("chain1", "chain2", "chain3", "chain4")
+DRAFTS = {"good": 0.8, "useless": 0.0}  # chance that the draft's best token is the target's
+# Hidden costs and their amounts. The unit is a plain pass, for `gap per draft step` a draft step.
+HIDDEN = (
+    ("none", 0.0),
+    ("gap after a drafted round", 0.2),
+    ("gap after a drafted round", 0.5),
+    ("gap after a drafted round", 1.0),
+    ("gap per draft step", 2.0),
+    ("gap after every round", 0.5),
+    ("next pass slower", 0.1),
+    ("next pass slower", 0.3),
+    ("next pass slower", 0.5),
+    ("capture (flagged)", 10.0),
+    ("graph of draft step (flagged)", 5.0),
+    ("catch-up costs", 0.5),
+    ("slow observe", 0.02),
+    ("steps in advance", 0.0),  # several draft steps are computed at once, whether they are used or not
+    ("steps in advance", 2.0),  # and reading the text costs this more than its rows
+    ("steps in advance", 5.0),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Times in seconds, and what is asked; the defaults are those of a GPU, which memory limits."""
+
+    requests: int = 1
+    agreement: float = DRAFTS["good"]
+    hidden: str = "none"
+    amount: float = 0.0
+    prompt: int = 16  # tokens
+    target_pass: float = 10 * MS  # with one row
+    target_row: float = 0.03 * MS  # of each further row
+    draft_step: float = 1.5 * MS
+    draft_row: float = 0.02 * MS
+    host: bool = False  # whether the clock counts CPU time too
+
+    @property
+    def plain_pass(self) -> float:
+        """Seconds of a pass in which each request has one row."""
+        return self.target_pass + self.target_row * (self.requests - 1)
+
+
+class World:
+    """The virtual clock, and the hidden cost."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.now = 0.0
+        self.skipped = 0.0  # CPU seconds of the stand-in models, which the clock leaves out
+        self.hidden = 0.0  # seconds that the planner did not time
+        self.steps = 0  # draft steps of this round
+        self.rounds = 0
+        self._has_drafted = False  # in the last round
+        self._shapes = set[tuple[str, int, int]]()  # that were captured
+        self._usual, self._taken, self._ready = 4.0, 0, 0  # draft steps a round; of this round; computed in advance
+        self.num_steps = 1  # that the last growth computed
+
+    def clock(self) -> float:
+        """Return the time in seconds."""
+        return self.now + (time.thread_time() - self.skipped if self.setting.host else 0.0)
+
+    def hide(self, seconds: float) -> None:
+        """Add a hidden cost to the clock."""
+        self.now += seconds
+        self.hidden += seconds
+
+    def run_target(self, forest: Sequence[Part]) -> None:
+        """Add the time of a target pass."""
+        setting = self.setting
+        seconds = setting.target_pass + setting.target_row * (sum(len(part.tokens) for part in forest) - 1)
+        if setting.hidden == "next pass slower" and self._has_drafted:
+            self.hide(setting.amount * seconds)
+        self._capture("capture (flagged)", forest, max(len(part.tokens) for part in forest))
+        self.now += seconds
+
+    def run_draft(self, forest: Sequence[Part]) -> None:
+        """Add the time of a draft step."""
+        setting = self.setting
+        nodes = sum(len(part.logit_rows) for part in forest)
+        seconds = setting.draft_step + setting.draft_row * (sum(len(part.tokens) for part in forest) - 1)
+        is_reading = any(len(part.tokens) - len(part.logit_rows) > 8 for part in forest)
+        if setting.hidden == "catch-up costs" and is_reading:
+            self.hide(setting.amount * setting.target_pass)
+        self._capture("graph of draft step (flagged)", forest, max(len(part.logit_rows) for part in forest))
+        self.steps += 1
+        if setting.hidden == "steps in advance":
+            seconds = self._step_in_advance(seconds, nodes, is_reading)
+        self.now += seconds
+
+    def _capture(self, kind: str, forest: Sequence[Part], size: int) -> None:
+        """Hide the time of a captured graph when its bucket first occurs, and count it as the runtimes do."""
+        shape = (kind, _power_of_two(len(forest)), _power_of_two(size))
+        if self.setting.hidden == kind and shape not in self._shapes:
+            self._shapes.add(shape)
+            if self.rounds:
+                self.hide(self.setting.amount * self.setting.target_pass)
+                captured.count += 1
+
+    def _step_in_advance(self, seconds: float, nodes: int, is_reading: bool) -> float:
+        """Return the seconds of a step if several are computed at once, as `drafters/_multi_step.py` does."""
+        setting = self.setting
+        if is_reading or not self._ready:
+            self.num_steps = _power_of_two(max(1, round(self._usual) - self._taken + 1) + 1) // 2
+            self._ready = self.num_steps - 1
+            seconds += self._ready * (setting.draft_step + setting.draft_row * (nodes - 1))
+            seconds += setting.amount * setting.target_pass * is_reading
+        else:
+            self._ready, self.num_steps, seconds = self._ready - 1, 0, 0.0
+        self._taken += 1
+        return seconds
+
+    def end_round(self) -> None:
+        """Add hidden costs between two rounds."""
+        setting = self.setting
+        if setting.hidden == "gap after every round" or (setting.hidden == "gap after a drafted round" and self.steps):
+            self.hide(setting.amount * setting.plain_pass)
+        if setting.hidden == "gap per draft step":
+            self.hide(setting.amount * setting.draft_step * self.steps)
+        if self._taken:
+            self._usual = 0.9 * self._usual + 0.1 * self._taken
+        self._taken = self._ready = 0
+        self._has_drafted, self.steps = bool(self.steps), 0
+        self.rounds += 1
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
+class ClockedTable(TableModel):
+    """A model whose next token follows from the last one, by one cycle through the vocabulary; it moves the clock. The
+    draft's best token is the target's with the chance `agreement`, its second one in half of the other cases."""
+
+    def __init__(self, world: World, agreement: float | None = None) -> None:
+        """`agreement`: None for the target."""
+        super().__init__()
+        order, following = np.random.default_rng(7).permutation(VOCAB), np.empty(VOCAB, int)
+        following[order] = np.roll(order, -1)
+        chance = np.random.default_rng(8).random(VOCAB)
+        best = (following[:, None] + 1 + np.arange(OFFERED) ** 2) % VOCAB  # other tokens
+        if agreement is None:
+            best[:, 0] = following
+        elif agreement > 0.0:
+            is_first, is_second = chance < agreement, (chance >= agreement) & (chance < (1 + agreement) / 2)
+            best[is_first, 0], best[is_second, 1] = following[is_first], following[is_second]
+        self._best = best.tolist()
+        self._values = self._values[:OFFERED]
+        self._weight_bytes = 1000 if agreement is None else 150
+        self._world = world
+        self._run = world.run_target if agreement is None else world.run_draft
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
+
+    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+        start = time.thread_time()
+        scored = super().score_held(forest)
+        self._world.skipped += time.thread_time() - start
+        self._run(forest)
+        return scored
+
+
+def build_drafter(world: World, width: int) -> Any:
+    """Build the drafter `model`, with the hidden costs of drafters."""
+    table = ClockedTable(world, world.setting.agreement)
+    drafter = draft_model.build(draft_model.Options(width=width), given=BuildContext(draft=table))
+    grow, observe = drafter.grow, drafter.observe
+
+    def observed(state: Any, seen: Any) -> None:
+        world.hide(world.setting.amount * world.setting.target_pass)
+        observe(state, seen)
+
+    def grown(states: Any, trees: Any) -> None:
+        world.num_steps = 1
+        grow(states, trees)
+        for state in states:
+            state.num_steps = world.num_steps
+
+    if world.setting.hidden == "slow observe":
+        drafter.observe = observed
+    if world.setting.hidden == "steps in advance":
+        drafter.grow = grown
+    return drafter
+
+
+def build_engine(world: World, method: str, warm: bool = True) -> Engine:
+    """Build an engine for `plain`, `auto` or a chain; `auto` knows its costs from a warm-up, if `warm`."""
+    width, nodes = (4, 32) if method == "auto" else (1, 8)
+    limits = EngineOptions(batch=world.setting.requests, rows=512, chunk=2048, nodes=nodes, reuse=False)
+    engine = Engine(ClockedTable(world), build_drafter(world, width), options=limits, clock=world.clock)
+    if method == "auto" and warm:
+        warm_up(engine, [5], 1e9)
+    world.end_round()
+    world.rounds, world.hidden = 0, 0.0
+    return engine
+
+
+class Round(NamedTuple):
+    """One step of the engine: its sequences, those that it ended included, and its seconds, draft steps and tokens."""
+
+    running: list[TokenSequence]
+    seconds: float
+    steps: int
+    tokens: int
+
+
+def rounds_of(engine: Engine, world: World, method: str, answers: int, tokens: int) -> Iterator[Round]:
+    """Yield every round until `answers` answers of `tokens` tokens are written; each that ends is replaced."""
+    decoder = {"plain": Autoregressive, "auto": Auto}.get(method, Speculative)
+    options = decoder.Options(**({"draft_length": int(method[5:])} if decoder is Speculative else {}))
+    dice, sent, running = random.Random(3), 0, list[TokenSequence]()
+    while sent < answers or running:
+        while len(running) < world.setting.requests and sent < answers:
+            prompt = tuple(dice.randrange(VOCAB) for _ in range(world.setting.prompt))
+            running.append(engine.submit(Request(prompt, Greedy(), tokens), decoder, options))
+            sent += 1
+        start, before = world.clock(), sum(len(one.tokens) for one in running)
+        engine.step()
+        written = sum(len(one.tokens) for one in running) - before
+        yield Round(running, world.clock() - start, world.steps, written)
+        for one in running:
+            if one.error is not None:
+                raise one.error
+        running = [one for one in running if one.finish_reason is None]
+        world.end_round()
+
+
+def measure(setting: Setting, method: str, tokens: int, answers: int, explain: bool = False) -> tuple[float, float]:
+    """Return tokens/s, and the share of rounds that drafted."""
+    world = World(setting)
+    with build_engine(world, method) as engine:
+        start, steps, total = world.clock(), Counter[int](), 0
+        for one in rounds_of(engine, world, method, answers, tokens):
+            steps[one.steps] += 1
+            total += one.tokens
+        seconds = world.clock() - start
+        if explain:
+            print(f"    {method}: {total / seconds:.0f} tok/s, hidden {world.hidden / seconds:.0%}", end="")
+            print(_beliefs(engine, setting, steps) if method == "auto" else "", flush=True)
+    return total / seconds, 1 - steps[0] / steps.total()
+
+
+def _beliefs(engine: Engine, setting: Setting, steps: Counter[int]) -> str:
+    """Return what the planner believes at the end."""
+    costs, count = engine.costs, setting.requests
+    draft = costs.draft_seconds(engine.drafting.drafter.capabilities.sources[0], count)
+    return (
+        f" of time, rounds by draft steps {dict(sorted(steps.items()))}, believed speedup {costs.speedup(count):.2f},"
+        f" T(n)={costs.pass_seconds(count) / MS:.2f} ms, T(4n)={costs.pass_seconds(4 * count) / MS:.2f},"
+        f" d={draft * count / MS:.2f} ms"
+    )
+
+
+def hidden_costs(args: argparse.Namespace) -> None:
+    """Does `auto` lose where time passes that the planner does not see? The table has its rate over that of plain
+    decoding and over that of the best chain of 1 to 4; cells below 0.97 of plain or 0.95 of the best are bold."""
+    counts = [int(part) for part in args.requests.split(",")]
+    cells = " | ".join(f"{count}: auto/plain, auto/best chain (best; rounds drafted)" for count in counts)
+    print(f"| hidden cost | amount | draft | {cells} |\n|---|--:|---|{'---|' * len(counts)}")
+    num_bad = num_cells = 0
+    for kind, standard in HIDDEN:
+        if args.only and kind not in args.only.split(","):
+            continue
+        amount = standard if args.amount is None else args.amount
+        for draft in args.drafts.split(","):
+            row = []
+            for count in counts:
+                setting = _setting(args, requests=count, agreement=DRAFTS[draft], hidden=kind, amount=amount)
+                cell, is_bad = _compare(setting, args.tokens, args.answers or max(count, 6), args.explain)
+                num_bad, num_cells = num_bad + is_bad, num_cells + 1
+                row.append(cell)
+            print(f"| {kind} | {amount:g} | {draft} | {' | '.join(row)} |", flush=True)
+    print(f"{num_bad} of {num_cells} below 0.97 of plain or 0.95 of the best fixed setting")
+
+
+def _setting(args: argparse.Namespace, **more: Any) -> Setting:
+    """Return the setting of `hidden_costs` with the times of --pass-ms and --step-ms."""
+    if args.pass_ms:
+        more |= {"target_pass": args.pass_ms * MS, "target_row": args.pass_ms * MS * 0.003}
+    if args.step_ms:
+        more |= {"draft_step": args.step_ms * MS, "draft_row": args.step_ms * MS * 0.013}
+    return Setting(prompt=args.prompt, host=bool(args.host), **more)
+
+
+def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tuple[str, bool]:
+    """Return a cell of the table of hidden costs, and whether it is bad."""
+    methods = ("plain", *CHAINS, "auto")
+    rates, shares = zip(*(measure(setting, method, tokens, answers, explain) for method in methods), strict=True)
+    plain, auto = rates[0], rates[-1]
+    best = max(range(len(methods) - 1), key=lambda place: rates[place])
+    is_bad = auto / plain < 0.97 or auto / rates[best] < 0.95
+    mark = "**" if is_bad else ""
+    figures = f"{mark}{auto / plain:.2f}, {auto / rates[best]:.2f}{mark}"
+    return f"{figures} ({methods[best]} {rates[best] / plain:.2f}; {shares[-1]:.0%})", is_bad
+
+
+def reading(_: argparse.Namespace) -> None:
+    """Is the time of a growth that also reads the text taken for that of its draft steps? With several steps at once,
+    the believed d should be a step's time, and `auto` should draft, which pays here."""
+    for count in (1, 8, 32):
+        setting = Setting(count, hidden="steps in advance", prompt=128)
+        step = setting.draft_step + setting.draft_row * (count - 1)
+        print(f"{count} requests, good draft; a step takes {step / MS:.1f} ms")
+        for method in ("chain3", "auto"):
+            measure(setting, method, 192, max(count, 6), explain=True)
+
+
+def trials(_: argparse.Namespace) -> None:
+    """Does a trial of a useless draft cost what the planner believes? All requests read their texts for it."""
+    believed = list[tuple[float, int]]()  # seconds, and unread tokens of the text
+    price = Planner._trial_seconds
+
+    def noted(self: Planner, model: Any) -> float:
+        seconds = price(self, model)
+        if not model.layers:
+            believed.append((seconds, len(self._context.committed) - model._read))
+        return seconds
+
+    for count in (8, 32):
+        world = World(Setting(count, DRAFTS["useless"], prompt=128))
+        with patch.object(Planner, "_trial_seconds", noted), build_engine(world, "auto") as engine:
+            believed.clear()
+            for one in rounds_of(engine, world, "auto", count, 400):
+                if one.steps and believed:
+                    seconds, unread = believed[-1]
+                    more = one.seconds - world.setting.plain_pass
+                    print(
+                        f"{count} requests: {one.steps} draft steps, {unread} tokens to read in each text: a trial is"
+                        f" believed to cost {seconds / MS:.1f} ms, the round took {more / MS:.1f} ms more than a plain"
+                        " one"
+                    )
+                believed.clear()
+
+
+def first_rounds(_: argparse.Namespace) -> None:
+    """Do the first drafted rounds of a batch grow more levels than a round may verify, or than pays?"""
+    for count in (8, 32):
+        world, num_drafted = World(Setting(count)), 0
+        with build_engine(world, "auto") as engine:
+            for one in rounds_of(engine, world, "auto", count, 192):
+                if one.steps:
+                    last = [sequence.history.steps[-1] for sequence in one.running]
+                    rows, emitted = sum(s.verified_rows for s in last) / count, sum(s.emitted for s in last) / count
+                    print(
+                        f"{count} requests: {one.steps:2d} draft steps, {rows:.1f} rows a request,"
+                        f" {emitted:.1f} tokens each, {one.seconds / MS:.1f} ms"
+                    )
+                    num_drafted += 1
+                if num_drafted == 12:
+                    break
+
+
+def ends(_: argparse.Namespace) -> None:
+    """Are tokens drafted past the end of an answer? With the shipped pair; right is 0 past the end."""
+    import outpace
+
+    options: dict[str, dict[str, Any]] = {"speculative": {"width": 1, "draft_length": 4}, "auto": {}}
+    for method, more in options.items():
+        with outpace.LLM(method=method, profile=False, reuse=False, **more) as llm:
+            assert llm.draft is not None
+            draft = llm.draft.model
+            for limit in (2, 3, 4, 8, 16):
+                offered = needless = 0
+                with patch.object(draft, "score_held", wraps=draft.score_held) as counted:
+                    for seed in range(6):
+                        result = llm.generate(
+                            "The capital of France is", max_tokens=limit, seed=seed, temperature=0.7, ignore_eos=True
+                        )[0]
+                        left = limit
+                        for one in result.rounds:
+                            offered += one.depth_offered
+                            needless += max(one.depth_offered - left + 1, 0)
+                            left -= one.emitted
+                print(
+                    f"{method}, max_tokens {limit}: {counted.call_count} draft forwards in 6 answers, {offered} layers"
+                    f" offered, {needless} of them past the end"
+                )
+
+
+def host(args: argparse.Namespace) -> None:
+    """How much CPU time does a round take, by requests and method? With --profile: in which functions."""
+    print(
+        "| requests | method | us a round | us a request and round | us a written token | draft steps a round | us a"
+        " draft step (above plain) |\n|--:|---|--:|--:|--:|--:|--:|"
+    )
+    for count in (1, 8, 32):
+        plain = 0.0
+        for method in ("plain", "chain3", "auto"):
+            world = World(Setting(count, host=True))
+            with build_engine(world, method, warm=False) as engine:
+                times, steps, tokens = _round_times(engine, world, method, args.profile)
+            middle = statistics.median(times) * 1e6
+            plain = plain or middle
+            step = (middle - plain) / steps if steps else 0.0
+            print(
+                f"| {count} | {method} | {middle:.0f} | {middle / count:.0f} | {sum(times) * 1e6 / tokens:.0f} |"
+                f" {steps:.1f} | {step:.0f} |",
+                flush=True,
+            )
+
+
+def _round_times(
+    engine: Engine, world: World, method: str, has_profile: bool, first: int = 60, rounds: int = 150
+) -> tuple[list[float], float, int]:
+    """Return the CPU seconds of `rounds` rounds after the `first`, their draft steps a round, and all their tokens."""
+    times, steps, tokens, profile = list[float](), 0, 0, cProfile.Profile()
+    stepping: Callable[..., Any] = engine.step
+
+    def timed() -> None:
+        start, skipped = time.thread_time(), world.skipped
+        stepping()
+        times.append(time.thread_time() - start - (world.skipped - skipped))
+
+    with patch.object(engine, "step", timed):
+        for number, one in enumerate(rounds_of(engine, world, method, world.setting.requests, 20_000)):
+            if number >= first:
+                steps, tokens = steps + one.steps, tokens + one.tokens
+            if number == first and has_profile:
+                profile.enable()
+            if number == first + rounds:
+                break
+    profile.disable()
+    if has_profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+    return times[first + 1 :], steps / rounds, tokens
+
+
+def shared(_: argparse.Namespace) -> None:
+    """Do requests that each decide alone miss a level that pays if all take it? 32 requests that are replaced as they
+    end; `auto` should reach the rate of a chain of 2. Prints the rounds by their draft steps."""
+    count, tokens, answers = 32, 128, 128
+    setting = Setting(
+        count, prompt=64, target_pass=5 * MS, target_row=0.015 * MS, draft_step=1.5 * MS, draft_row=0.0195 * MS
+    )
+    for method in ("plain", "chain2", "auto"):
+        world = World(setting)
+        found: defaultdict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0.0, 0, 0])
+        with build_engine(world, method) as engine:
+            start = world.clock()
+            for one in rounds_of(engine, world, method, answers, tokens):
+                last = [sequence.history.steps[-1:] for sequence in one.running]
+                group = ("few" if len(last) < count else "full", one.steps, "" if all(last) else "read")
+                verified = sum(step.verified_rows for steps in last for step in steps)
+                added = (1, one.seconds, one.tokens, verified)
+                found[group] = [old + new for old, new in zip(found[group], added, strict=True)]
+            total = world.clock() - start
+        print(f"{method} {count} {answers * tokens / total:.0f} tok/s")
+        for group, (rounds, seconds, written, rows) in sorted(found.items()):
+            print(
+                f"    {group} rounds {rounds} share {seconds / total:.2f} ms {seconds / rounds / MS:.1f}"
+                f" tok {written / rounds:.1f} rows {rows / rounds:.0f} rate {written / seconds:.0f}"
+            )
+
+
+CASES = {
+    "hidden-costs": hidden_costs,
+    "reading": reading,
+    "trials": trials,
+    "first-rounds": first_rounds,
+    "ends": ends,
+    "host": host,
+    "shared": shared,
+}
+
+
+def main() -> None:
+    """Run one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases = parser.add_subparsers(required=True, metavar="CASE")
+    for name, case in CASES.items():
+        about = " ".join((case.__doc__ or "").split())
+        options = cases.add_parser(name, help=about, description=about)
+        options.set_defaults(case=case)
+        if case is host:
+            options.add_argument("--profile", action="store_true", help="print the functions by their own time")
+        if case is hidden_costs:
+            options.add_argument("--host", type=int, choices=(0, 1), default=0, help="1: add the thread's CPU time")
+            options.add_argument("--requests", default="1,8,32", help="numbers of concurrent requests")
+            options.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
+            options.add_argument("--answers", type=int, default=0, help="number of answers (default: requests, or 6)")
+            options.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+            options.add_argument("--only", default="", help="hidden costs, joined by commas")
+            options.add_argument("--amount", type=float, help="amount of the hidden costs")
+            options.add_argument("--drafts", default="good,useless")
+            options.add_argument("--pass-ms", type=float, help="milliseconds of a target pass")
+            options.add_argument("--step-ms", type=float, help="milliseconds of a draft step")
+            options.add_argument("--explain", action="store_true", help="print what the planner believes")
+    args = parser.parse_args()
+    args.case(args)
+
+
+if __name__ == "__main__":
+    main()
