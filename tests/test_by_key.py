@@ -12,7 +12,7 @@ from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Drafter
-from outpace.drafters import cacheback, lookahead, ouroboros, recycle, suffix
+from outpace.drafters import cacheback, lookahead, ouroboros, suffix
 from outpace.engine.engine import EngineOptions
 
 TARGET = QuickToy(16, 1, 0)  # the next token depends on the last one alone
@@ -29,7 +29,6 @@ def _lookahead(folder: Path) -> Drafter:
 MADE: dict[str, Callable[[Path], Any]] = {
     "suffix": lambda _: suffix.SuffixDrafter(suffix.Options()),
     "cacheback": lambda _: cacheback.CachebackDrafter(cacheback.Options(least_chance=0.0), None),
-    "recycle": lambda _: recycle.RecycleDrafter(recycle.Options(branches=2, least_chance=0.0)),
     "lookahead": _lookahead,
     "ouroboros": lambda _: ouroboros.OuroborosDrafter(DRAFT, ouroboros.Options()),
 }

@@ -119,6 +119,7 @@ def test_the_answer_continues_a_prefill(run: Run, tiny: Path) -> None:
         (["--method", "crad"], "did you mean 'card'?"),
         (["--drafter", "ngrm"], "did you mean 'ngram'?"),
         (["--drafter", ""], "unknown drafter ''"),
+        (["--drafter", "model+recycle"], "drafter 'recycle' was removed: use suffix or ngram"),
         (["--drafter", "model"], "needs a draft model"),
         (["--worker", "process", "--method", "speculative"], "method speculative has no worker: leave out worker"),
         (["--worker", "thread", "--method", "autoregressive"], "method autoregressive has no worker"),

@@ -53,7 +53,7 @@ class SessionToy(QuickToy):
 TARGET, DRAFT = SessionToy(), SessionToy(0.7)
 DRAFT._tables = 0.75 * TARGET._tables + 0.25 * DRAFT._tables
 assert (LIGHT_TARGET._tables == TARGET._tables).all(), "the table of `build_light` is that of another target"
-LOOKUPS = ("suffix", "recycle", "cacheback", "lookahead", "prediction")
+LOOKUPS = ("suffix", "cacheback", "lookahead", "prediction")
 OPTIONS = EngineOptions(nodes=6, rows=12, chunk=4, batch=2)
 
 

@@ -81,7 +81,9 @@ def texts(target: str, draft: str) -> list[str]:
         traits = registry.find("rules", name).traits
         method = "|--method|bild" if name == "rollback" else "|--method|speculative|--drafter|model"
         options.append(f"{method}|--rule|{name}{sampled if traits.sampled else ''}")
-    options += [f"|--drafter|{name}" for name in ("ngram", "suffix", "recycle", "lookahead", "ouroboros", "translated")]
+    options += [
+        f"|--drafter|{name}" for name in ("ngram", "suffix", "cacheback", "lookahead", "ouroboros", "translated")
+    ]
     adjustments = "|--repetition-penalty|1.3|--presence-penalty|0.5|--logit-bias|40=3|--bad-words|ab|--min-tokens|4"
     options += [sampled + adjustments, "|--regex|[ab]{9}" + sampled, "|--regex|[ab]{9}|--method|speculative"]
     return [f"{generate}none|--threads|1", *(f"{generate}{draft}{option}" for option in options)]

@@ -184,7 +184,7 @@ TEXTS = [
     {"method": "speculative", "drafter": "ngram"},
     {"method": "auto"},
     pytest.param({"method": "card", "worker": "thread"}, marks=pytest.mark.long),
-    pytest.param({"method": "speculative", "drafter": "recycle"}, marks=pytest.mark.long),
+    pytest.param({"method": "speculative", "drafter": "lookahead"}, marks=pytest.mark.long),
 ]
 
 

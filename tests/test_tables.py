@@ -14,7 +14,7 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters import build_drafter, cacheback, recycle, retrieval, suffix
+from outpace.drafters import build_drafter, cacheback, retrieval, suffix
 from outpace.drafters._phrases import PhraseTable
 from outpace.rules.greedy import Greedy
 
@@ -121,7 +121,7 @@ def test_options_out_of_bounds_are_refused(module: Any, options: dict[str, Any],
         module.Options(**options)
 
 
-OFFERED: dict[str, Any] = {"cacheback": cacheback, "recycle": recycle, "retrieval": retrieval, "suffix": suffix}
+OFFERED: dict[str, Any] = {"cacheback": cacheback, "retrieval": retrieval, "suffix": suffix}
 
 
 @pytest.mark.parametrize("name", OFFERED)
@@ -136,8 +136,6 @@ def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int) ->
         drafter = retrieval.RetrievalDrafter(options, retrieval.Datastore(retrieval.make(texts, vocab, options)))
     else:
         drafter = build_drafter(name, BuildContext(), vars(options))
-    if name == "recycle":
-        drafter._tables.shared.update({token: [3, 2, 1, 0] for token in range(4)})
     state, tree = drafter.open(request(texts[0])), TokenTree(texts[0][-1])
     added = [grown(drafter, state, tree) for _ in range(3)]
     assert sum(added) == len(tree) - 1 == offered
