@@ -22,7 +22,7 @@ from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Adjustments, Capabilities, Drafter, DraftState, Request, Rule, Source
 from outpace.decoders import Autoregressive, Speculative
-from outpace.drafters._sampled import DrawCounts
+from outpace.drafters._children import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 
@@ -161,7 +161,7 @@ class Shaped(ModelDrafter):
         super().__init__(model, Options(width=16, floor=0.0, draws=shape.draws))
         self._once = shape.once
         if shape.by_token:
-            self._draws = ByToken(self._draws.by_depth)
+            self._children.draws = ByToken(self._children.draws.by_depth)
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         growing = [n for n, state in enumerate(states) if not self._once or len(state.tokens) == len(PROMPT)]

@@ -18,7 +18,7 @@ from slot_heads import exact_slots, exact_states
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.drafters._feature_drafter import FeatureDrafter
+from outpace.drafters._feature_drafter import HeadDrafter
 from outpace.models.heads import eagle3, reader
 from outpace.models.heads.dflash import BlockDraft
 from outpace.models.heads.eagle3 import FeatureSession, JoinedModel
@@ -209,7 +209,7 @@ HEAD_MUTATIONS = [
     _of_reader("unknown fields are ignored without a word", "check_unread", unnamed),
     _of_reader("layers are guessed without a word", "_taps", silent_guess),
     _mutation("features are those of the position before", NativeHead, "fuse", shift_features),
-    _mutation("the head's state of a shared prefix is not copied", FeatureDrafter, "copy_prefix", copy_nothing),
+    _mutation("the head's state of a shared prefix is not copied", HeadDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
     _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, exact_joined),
     _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, exact_joined),

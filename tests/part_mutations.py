@@ -23,9 +23,9 @@ from outpace.core.tree import UNLIMITED
 from outpace.decoders import pearl, planned, ssd
 from outpace.distill import judge as training
 from outpace.drafters import _tree_expander, translated
+from outpace.drafters._children import ChildAdder
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._lookup import LookupDrafter
-from outpace.drafters._model_drafter import BaseModelDrafter
 from outpace.drafters._tree_expander import ExpansionState
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
@@ -289,7 +289,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)
     ],
     "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
-        ("model: directives are ignored", BaseModelDrafter, "_add", undirected)
+        ("model: directives are ignored", ChildAdder, "attach", undirected)
     ],
     "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [
         ("lookahead: the window is never iterated", LookaheadDrafter, "_iterate", nothing)

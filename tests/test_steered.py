@@ -28,8 +28,8 @@ from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.train import CHAIN, agreement
 from outpace.drafters import build_drafter
-from outpace.drafters._steered_expander import SteeredExpander
 from outpace.drafters._tree_expander import tokens_below_root
+from outpace.drafters.steered import SteeredExpander
 from outpace.models.heads import steering
 from outpace.models.heads.steering import DELTA, FC, FILE, NORM, NORM_BIAS, Steering
 from outpace.models.load import load_draft, load_model

@@ -1,34 +1,139 @@
 """Add children below the nodes that a forward scored: a layer of a tree, or all of its layers.
 
-Models that predict several places of the text at once give the logits of all layers in one forward.
+Children are the likeliest tokens, or drawn from q, for the rules that judge by the ratio p / q; q is stored with drawn
+ones. Models that predict several places of the text at once give the logits of all layers in one forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from heapq import nlargest
-from typing import Any
 
-from outpace_kernels import OfferMap, TopKRows, attach_offers
+import numpy as np
+from outpace_kernels import OfferMap, attach_offers
 
-from outpace.core.logits import SparseLogits, select_rows
+from outpace.core.adjust import adjust_logits
+from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of
+from outpace.core.errors import UserError, check_whole
+from outpace.core.logits import SparseLogits, host_array, select_rows
+from outpace.core.noise import DRAW
 from outpace.core.options import MethodOptions, parsed, whole
-from outpace.core.types import Observation, TopK
-from outpace.drafters._calibration import PickModels
-from outpace.drafters._sampled import DrawCounts, draw_layer, is_drawn
-from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, rows_of
+from outpace.core.tree import DrawnChildren, Siblings, TokenTree
+from outpace.core.types import Observation, Request, Row, TopK
+from outpace.drafters._calibration import PickModel, PickModels
+from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, as_top_k_rows, rows_of
 from outpace.rules.base import top_k_rows
+
+PRODUCT_OF_Q = PickModel(has_shares=True)  # its parameters leave log q unchanged; it never learns
+PRODUCT_OF_Q.restore(1.0, 1.0, 1.0, 1.0, 1.0)
+_CHILDREN = 2  # children per expanded node that a forward may always add
 
 LogConfidence = Callable[[ExpansionJob, int], float | None]
 """Returns the logarithm of the estimated probability that a child of a job's node is accepted; None: no estimate."""
 
 
+@dataclass(frozen=True)
+class DrawCounts:
+    """Numbers of children drawn below a node, by its depth; the last number applies to all deeper nodes. Rules that
+    take chains draw one."""
+
+    by_depth: tuple[int, ...]
+
+    @classmethod
+    def read(cls, text: str) -> DrawCounts:
+        """Parse whole numbers separated by commas; UserError for anything else."""
+        parts = str(text).split(",")
+        if not all(part.strip().isdecimal() for part in parts):
+            raise UserError(f"draws is {text!r}, it must be whole numbers with commas between them, as in 2,1")
+        for part in parts:
+            check_whole("draws", int(part), 1, 64)
+        return cls(tuple(map(int, parts)))
+
+    def below(self, tree: TokenTree, node: int, request: Request) -> int:
+        """Return the number of children of one node. A token that was drawn k times gets k times as many."""
+        if not request.rule.traits.several_draws:
+            return 1
+        parent = tree.parents[node]
+        times = tree.drawn[parent].tokens.count(tree.tokens[node]) if node else 1
+        return times * self.by_depth[min(tree.depth(node), len(self.by_depth) - 1)]
+
+
+def is_drawn(request: Request) -> bool:
+    """Whether the request's rule judges drawn children."""
+    return request.rule.traits.siblings is not Siblings.PICKED
+
+
+def draw_layer(
+    tree: TokenTree, frontier: Sequence[int], scores: SparseLogits, rows: Sequence[Row], draws: DrawCounts
+) -> None:
+    """Draw children of these nodes of one request from the draft's logits [nodes, kept tokens]."""
+    request = rows[0].request
+    for number, (node, row) in enumerate(zip(frontier, rows, strict=True)):
+        q, raw = proposed(scores.part(slice(number, number + 1)), row)
+        draw_children(tree, node, q, request, draws.below(tree, node, request), raw)
+
+
+def proposed(scores: SparseLogits, row: Row) -> tuple[TokenDistribution, Callable[[], TokenDistribution] | None]:
+    """Return q of one row of draft logits [1, kept tokens] and, for rules that need it, a function that returns the
+    unscaled q."""
+    own, ids = _adjusted(scores, row)[0], scores.ids
+    q = distribution_of(own, row.request.sampling, ids)
+    return q, cache(partial(distribution_of, own, UNFILTERED, ids)) if row.request.rule.traits.unscaled_q else None
+
+
+def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
+    """Return the row on the host, in memory that no later step overwrites, with penalties and constraints applied. [1,
+    kept tokens]"""
+    if row.request.adjustments is None and row.request.constraint is None:
+        own = host_array(scores.values)
+        return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass reuses its output tensor
+    try:
+        wide = adjust_logits(scores.wide(), [row])
+    except UserError:  # a failed constraint ends its request in the target pass
+        wide = adjust_logits(scores.wide(), [row._replace(skips_mask=True)])
+    return host_array(wide if scores.ids is None else wide[:, scores.ids])
+
+
+def draw_children(
+    tree: TokenTree,
+    node: int,
+    q: TokenDistribution,
+    request: Request,
+    count: int = 1,
+    raw: Callable[[], TokenDistribution] | None = None,
+) -> None:
+    """Draw `count` children of `node` from q, or fewer if q has no more tokens to draw without replacement. A node's
+    children are drawn once."""
+    if not q.total > 0:  # the constraint allows none of the draft's tokens
+        return
+    kind = request.rule.traits.siblings
+    key = DecisionKey(request.seed, request.choice, tree.ids[node], DRAW)
+    tokens: list[int] = []
+    left = q
+    while len(tokens) < count:
+        tokens.append(request.rule.random_source.draw(key.again(len(tokens)), left))
+        if kind == Siblings.WITHOUT_REPLACEMENT and len(tokens) < count:
+            left = left.without(tokens[-1])
+            if not left.total > 0:
+                break
+    tree.draw(node, DrawnChildren(q, tuple(tokens), raw), kind)
+    q.forget()
+
+
 @dataclass
 class OfferState(ExpansionState):
-    """A request's state. `offers`: the proposals below a tree node, by node id."""
+    """A request's state. `offers`: the proposals below a tree node, by node id. `pick_model`: the fitted `PickModel` of
+    requests with the same kind of sampling."""
 
     offers: OfferMap = field(default_factory=OfferMap)
+    pick_model: PickModel = field(default_factory=PickModel)
+    is_drawn: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_drawn = is_drawn(self.request)
 
 
 @dataclass(frozen=True)
@@ -49,35 +154,30 @@ class HeadOptions(ChildOptions):
 
 
 class ChildAdder:
-    """Adds at most `width` children below each node, the best of all, and learns from what the target wrote."""
+    """Adds children below the nodes of a tree, the best of all, and learns from what the target wrote."""
 
-    def __init__(self, options: ChildOptions) -> None:
-        self._width, self._tree_nodes = options.width, options.tree_nodes
-        self._draws, self.pick_models = DrawCounts.read(options.draws), PickModels()
+    def __init__(self, width: int, tree_nodes: int, draws: str, fills_tree: bool = False) -> None:
+        """`fills_tree`: add as many children as the directives allow; otherwise about `width` for each layer."""
+        self._width, self._tree_nodes, self._fills_tree = width, tree_nodes, fills_tree
+        self.draws, self.pick_models = DrawCounts.read(draws), PickModels()
 
-    def learn(self, state: Any, seen: Observation) -> None:
+    def learn(self, state: OfferState, seen: Observation) -> None:
         """Learn from the tokens that the target wrote below the proposals."""
-        if not is_drawn(state.request):
-            self.pick_models.of(state.request).learn_written(state.offers, seen.node_ids, seen.tokens)
+        if not state.is_drawn:
+            state.pick_model.learn_written(state.offers, seen.node_ids, seen.tokens)
 
-    def add(
-        self, jobs: Sequence[ExpansionJob], logits: Sequence[SparseLogits], log_confidence: LogConfidence | None = None
-    ) -> None:
-        """Add children below the jobs' frontiers from the logits of their nodes."""
-        picked, offers = [], list[TopK]()
-        for job, held in zip(jobs, logits, strict=True):
-            if is_drawn(job.state.request):
-                draw_layer(job.tree, job.frontier, held, rows_of([job]), self._draws)
-                continue
-            picked.append(job)
-            found = top_k_rows(held, rows_of([job]), self._width + SPARE)
-            is_greedy = job.state.request.sampling.is_greedy
-            for place, node in enumerate(job.frontier):
-                tokens, values = found[place]
-                shift = log_confidence(job, node) if log_confidence and is_greedy else None
-                offers.append((tokens, values if shift is None else [value + shift for value in values]))
-        if picked:
-            self._attach(picked, offers)
+    def add(self, jobs: Sequence[ExpansionJob], held: SparseLogits) -> None:
+        """Add children below the jobs' frontiers from the logits of their nodes, job after job."""
+        if not any(job.state.is_drawn for job in jobs):
+            self.attach(jobs, top_k_rows(held, rows_of(jobs), self._width + SPARE))
+            return
+        first = 0
+        for job in jobs:
+            mine = slice(first, first + len(job.frontier))
+            first = mine.stop
+            offers = self._propose(job, held.part(mine))
+            if offers is not None:
+                self.attach([job], offers)
 
     def add_layers(
         self,
@@ -89,12 +189,15 @@ class ChildAdder:
         """Add up to `depths` layers to each tree. `logits_of` returns the logits below nodes of the same depth, given
         the number of the job, the depth, and the nodes."""
         for depth in range(depths):
-            layer, logits = [], []
+            picked, offers = [], list[TopK]()
             for number, job in enumerate(jobs):
                 if frontier := self._frontier(job, depth):
-                    layer.append(job._replace(frontier=frontier))
-                    logits.append(logits_of(number, depth, frontier))
-            self.add(layer, logits, log_confidence)
+                    layer = job._replace(frontier=frontier)
+                    found = self._propose(layer, logits_of(number, depth, frontier), log_confidence)
+                    picked += [layer] if found is not None else []
+                    offers += found or []
+            if picked:
+                self.attach(picked, offers)
 
     def add_block(self, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
         """Add up to `block` layers from as many rows of logits of each job, which do not depend on the nodes."""
@@ -104,12 +207,35 @@ class ChildAdder:
 
         self.add_layers(jobs, block, logits_of)
 
-    def _attach(self, jobs: Sequence[ExpansionJob], offers: Sequence[TopK]) -> None:
+    def attach(self, jobs: Sequence[ExpansionJob], offers: Sequence[TopK]) -> None:
+        """Add the best children below each frontier: the best `width` of them all are primary (CARD's cache C), the
+        others secondary (B). The best child of each node is added whatever its probability, so that the node does not
+        look unexpanded."""
+        widths, most, picks = [], [], []
+        for state, tree, _ in jobs:
+            directives, room = state.directives, self._tree_nodes - len(tree)
+            width = min(directives.width or self._width, self._width)
+            share = directives.share if self._fills_tree else 0.0
+            widths.append(width)
+            most.append(min(room, max(_CHILDREN * width, int(room * share))))
+            picks.append(PRODUCT_OF_Q if directives.in_layers else state.pick_model)
         states, trees, frontiers = zip(*jobs, strict=True)
-        widths = [min(state.directives.width or self._width, self._width) for state in states]
-        most = [min(self._tree_nodes - len(tree), 2 * width) for tree, width in zip(trees, widths, strict=True)]
-        picks, maps = [self.pick_models.of(state.request) for state in states], [state.offers for state in states]
-        attach_offers(trees, frontiers, TopKRows(offers), maps, picks, widths, most)
+        maps = [state.offers for state in states]
+        attach_offers(trees, frontiers, as_top_k_rows(offers), maps, picks, widths, most)
+
+    def _propose(
+        self, job: ExpansionJob, logits: SparseLogits, log_confidence: LogConfidence | None = None
+    ) -> Sequence[TopK] | None:
+        """Return the proposals below each node of a frontier; None after drawing children."""
+        rows = rows_of([job])
+        if job.state.is_drawn:
+            draw_layer(job.tree, job.frontier, logits, rows, self.draws)
+            return None
+        offers: Sequence[TopK] = top_k_rows(logits, rows, self._width + SPARE)
+        if log_confidence is None or not job.state.request.sampling.is_greedy:
+            return offers
+        shifts = [log_confidence(job, node) or 0.0 for node in job.frontier]
+        return [(ids, [value + shift for value in values]) for (ids, values), shift in zip(offers, shifts, strict=True)]
 
     def _frontier(self, job: ExpansionJob, depth: int) -> list[int]:
         """Return the nodes of this depth with the best path scores; none if the tree is full or deep enough."""

@@ -7,7 +7,7 @@ decides for itself which children the scores become.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any, NamedTuple
@@ -185,16 +185,6 @@ class TreeExpander:
         else:
             state.session.truncate(0)
             state.session.trim()
-
-    def grow(
-        self,
-        states: Sequence[ExpansionState],
-        trees: Sequence[TokenTree],
-        expand: Callable[[Sequence[ExpansionJob]], object],
-    ) -> None:
-        """Call `expand`, which runs one forward, for the frontiers of all trees."""
-        if jobs := self.jobs(states, trees):
-            expand(jobs)
 
     def jobs(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[ExpansionJob]:
         """Choose what one forward expands, without the trees that have nothing to expand. A request that has much text

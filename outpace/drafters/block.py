@@ -16,22 +16,16 @@ from collections.abc import Sequence
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
+from outpace.core.types import Capabilities, Observation, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
-from outpace.drafters._feature_expander import (
-    BlockExpander,
-    BlockState,
-    add_features,
-    given_head,
-    head_capabilities,
-)
+from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
 from outpace.models.heads.dflash import BlockModel
 
 Options = HeadOptions
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(HeadDrafter):
     """Keeps keys and values of the target's hidden states for each request."""
 
     capabilities = Capabilities(
@@ -41,40 +35,28 @@ class BlockDrafter(Drafter):
     )
 
     def __init__(self, head: BlockModel, options: Options) -> None:
-        self._head = head
-        self._children = ChildAdder(options)
-        self._expander = BlockExpander(head, head.head.block, options.tree_nodes)
-        self.capabilities = head_capabilities(self.capabilities, head, self._expander, self._children)
+        expander = BlockExpander(head, head.head.block, options.tree_nodes)
+        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
-    def open(self, request: Request) -> BlockState:
-        return BlockState(request, session=self._expander.open(request))
-
-    def grow(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
-        """Run one forward for all trees that were not grown in this round."""
-        self._expander.grow(states, trees, self._expand)
-
-    def observe(self, state: BlockState, seen: Observation) -> None:
+    def observe(self, state: HeadState, seen: Observation) -> None:
         if seen.tokens:
             self._children.learn(state, seen)
             state.tokens += seen.tokens
             self._forget(state)
-        add_features(self._head, state, seen)
+        self._add_features(state, seen)
         if state.session.num_features > CHUNK:
             self._head.read_features([state.session])
 
-    def copy_prefix(self, state: BlockState, other: BlockState, length: int) -> None:
-        state.session.start_from(other.session, length)
-
-    def pause(self, state: BlockState) -> None:
+    def pause(self, state: HeadState) -> None:
         """Forget the tree. Keep the text, because its hidden states are not delivered a second time."""
         self._forget(state)
 
-    def close(self, state: BlockState) -> None:
+    def close(self, state: HeadState) -> None:
         """Store keys and values of the text whose hidden states are known, for requests that share this prefix."""
         self._head.read_features([state.session])
         state.session.trim()
 
-    def _forget(self, state: BlockState) -> None:
+    def _forget(self, state: HeadState) -> None:
         state.slots.clear()
         state.offers.keep(state.slots)
 

@@ -18,8 +18,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
-from outpace.drafters._feature_drafter import FeatureDrafter
-from outpace.drafters._feature_expander import FeatureExpander, given_head
+from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.eagle3 import EagleModel
 
@@ -44,15 +43,10 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, head: EagleModel, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
-        super().__init__(head, expander, ChildAdder(options))
+        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        """Run one forward over the frontiers and add their children."""
-        held, logits, first = self._expander.score(jobs), [], 0
-        for job in jobs:
-            logits.append(held.part(slice(first, first + len(job.frontier))))
-            first += len(job.frontier)
-        self._children.add(jobs, logits)
+        self._children.add(jobs, self._expander.score(jobs))
 
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:

@@ -300,7 +300,8 @@ class LayerSkipDrafter(Drafter):
         for state in states:
             self._try(state)
         sure = [n for n, state in enumerate(states) if not state.is_unsure]
-        self._expander.grow([states[n] for n in sure], [trees[n] for n in sure], self._expand)
+        if jobs := self._expander.jobs([states[n] for n in sure], [trees[n] for n in sure]):
+            self._expand(jobs)
 
     def observe(self, state: SkipState, seen: Observation) -> None:
         self._pick_models.learn(state.request, state.offers, seen)

@@ -93,7 +93,8 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
             if state.end not in tree.ids:
                 state.end = tree.ids[0]
                 self.propose(state, tree)
-        self._expander.grow(states, trees, self._expand)
+        if jobs := self._expander.jobs(states, trees):
+            self._expand(jobs)
 
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
         """Attach phrases after the draft's end."""

@@ -18,8 +18,7 @@ from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
 from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
-from outpace.drafters._feature_drafter import FeatureDrafter
-from outpace.drafters._mask_expander import FeatureMaskExpander, MaskExpander
+from outpace.drafters._feature_drafter import FeatureDrafter, FeatureMaskExpander, MaskExpander
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
 from outpace.models.heads.eagle3 import EagleModel
@@ -40,16 +39,18 @@ class ParallelDrafter(Drafter):
     )
 
     def __init__(self, model: Model, mask: int, options: Options) -> None:
-        self._children = ChildAdder(options)
+        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
         self._block, self._expander = options.block, MaskExpander(model, mask, options.block, options.tree_nodes)
         self.capabilities = self._expander.capabilities(self.capabilities, self._children.pick_models)
 
     def open(self, request: Request) -> OfferState:
-        return OfferState(request, session=self._expander.open(request))
+        session, pick_model = self._expander.open(request), self._children.pick_models.of(request)
+        return OfferState(request, session=session, pick_model=pick_model)
 
     def grow(self, states: Sequence[OfferState], trees: Sequence[TokenTree]) -> None:
         """Run one forward for all trees that were not grown in this round."""
-        self._expander.grow(states, trees, self._expand)
+        if jobs := self._expander.jobs(states, trees):
+            self._expand(jobs)
 
     def observe(self, state: OfferState, seen: Observation) -> None:
         self._children.learn(state, seen)
@@ -71,7 +72,7 @@ class ParallelHeadDrafter(FeatureDrafter):
     def __init__(self, head: EagleModel, mask: int, options: Options) -> None:
         self._block = options.block
         expander = FeatureMaskExpander(head, mask, options.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options))
+        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         self._children.add_block(jobs, self._expander.score(jobs), self._block)

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.types import Capabilities, Source
 from outpace.drafters._children import ChildAdder, HeadOptions
-from outpace.drafters._feature_drafter import FeatureDrafter
-from outpace.drafters._feature_expander import given_head
-from outpace.drafters._mask_expander import RootExpander
+from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.specformer import SpecFormerModel
 
@@ -34,7 +32,8 @@ class SpecFormerDrafter(FeatureDrafter):
 
     def __init__(self, head: SpecFormerModel, options: Options) -> None:
         self._slots = head.head.block
-        super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), ChildAdder(options))
+        children = ChildAdder(options.width, options.tree_nodes, options.draws)
+        super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), children)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
         self._children.add_block(jobs, self._expander.score(jobs), self._slots)
