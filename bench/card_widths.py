@@ -20,10 +20,9 @@ from matplotlib.figure import Figure
 
 from outpace.bench.plot import COLORS, INK, PALE
 from outpace.simulate import trace
-from outpace.simulate.costs import PassCosts, parse_curve
-from outpace.simulate.indexed_trace import limit_trace
 from outpace.simulate.run import simulate
-from outpace.simulate.setups import PLAIN, SetupSizes, setups
+from outpace.simulate.setups import PLAIN, PassCosts, SetupSizes, parse_curve, setups
+from outpace.simulate.trace import limit_trace
 
 MOST_NODES = 16384  # of a tree: large, so that wide steps have room
 PANELS = {"speedup": "speedup over plain decoding", "length": "tokens per pass", "hits": "hit rate"}

@@ -14,8 +14,8 @@ from outpace.drafters import build_drafter
 from outpace.models.base import Model, Part
 from outpace.models.load import Loaded
 from outpace.simulate import trace
-from outpace.simulate.indexed_trace import index_trace, limit_trace
-from outpace.simulate.models import ReplayDraft
+from outpace.simulate.models import ReplayDraft, index_trace
+from outpace.simulate.trace import limit_trace
 
 T = TypeVar("T")
 

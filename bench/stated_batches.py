@@ -30,9 +30,8 @@ from outpace.core.types import Request
 from outpace.drafters import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
-from outpace.simulate.costs import PassCosts, measured
-from outpace.simulate.indexed_trace import IndexedTrace, index_trace
-from outpace.simulate.models import RecordedGreedy, ReplayDraft, ReplayTarget
+from outpace.simulate.models import IndexedTrace, RecordedGreedy, ReplayDraft, ReplayTarget, index_trace
+from outpace.simulate.setups import PassCosts, measured
 from outpace.simulate.trace import Trace, load
 
 # Milliseconds by rows. Measured on an H100: 1 and 32 rows of the 8B, 1 row of the 32B, a step that expands one node.

@@ -40,10 +40,10 @@ from outpace.models.base import Model
 from outpace.models.load import load_draft, load_model
 from outpace.rules.greedy import Greedy
 from outpace.simulate import costs, trace
-from outpace.simulate.indexed_trace import index_trace, limit_trace
-from outpace.simulate.models import RecordedGreedy, ReplayTarget
+from outpace.simulate.models import RecordedGreedy, ReplayTarget, index_trace
 from outpace.simulate.run import Outcome, simulate
 from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups
+from outpace.simulate.trace import limit_trace
 
 TARGET_CORE, DRAFT_CORE = 0, 1
 STARTING = 60.0  # seconds allowed for the start of the drafter process

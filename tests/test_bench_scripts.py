@@ -13,8 +13,8 @@ from files import write_gguf
 
 from outpace.bench.store import ANSWERS, Record, Store
 from outpace.core.errors import UserError
-from outpace.simulate.costs import measured as costs_by_rows
-from outpace.simulate.indexed_trace import index_trace
+from outpace.simulate.models import index_trace
+from outpace.simulate.setups import measured as costs_by_rows
 from outpace.simulate.trace import synthetic_trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))

@@ -30,7 +30,7 @@ from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import PARALLEL, Overlap
 from outpace.planning.planner import Planner
 from outpace.simulate import costs
-from outpace.simulate.indexed_trace import index_trace
+from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup
 from outpace.simulate.setups import Setup
 from outpace.simulate.trace import synthetic_trace

@@ -18,10 +18,10 @@ from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.engine import EngineOptions
 from outpace.simulate import costs
-from outpace.simulate.indexed_trace import index_trace, limit_trace
+from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup, simulate
 from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
-from outpace.simulate.trace import Trace, synthetic_trace
+from outpace.simulate.trace import Trace, limit_trace, synthetic_trace
 
 SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
 SETUPS = {setup.name: setup for setup in setups(SIZES)}

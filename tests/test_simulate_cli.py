@@ -11,9 +11,8 @@ import pytest
 from commands import last_line, run_command
 
 from outpace.simulate import report
-from outpace.simulate.costs import by_ratio
 from outpace.simulate.run import simulate
-from outpace.simulate.setups import SetupSizes, select_setups
+from outpace.simulate.setups import SetupSizes, by_ratio, select_setups
 from outpace.simulate.trace import synthetic_trace
 
 SMALL = ("--answers", "2", "--nodes", "8", "--width", "3", "--ratio", "4")

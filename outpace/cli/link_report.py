@@ -101,9 +101,8 @@ def _trip(connection: DrafterConnection, padding: int = 0, answer_bytes: int = 0
 
 def _simulate(found: dict[str, Any]) -> dict[str, float]:
     """Return the simulated speedup of each method over plain decoding; none if nothing was drafted in time."""
-    from outpace.simulate.costs import by_ratio
     from outpace.simulate.run import simulate
-    from outpace.simulate.setups import SetupSizes, select_setups
+    from outpace.simulate.setups import SetupSizes, by_ratio, select_setups
     from outpace.simulate.trace import synthetic_trace
 
     if found["acceptance"] is None:

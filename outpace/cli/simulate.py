@@ -15,7 +15,7 @@ from outpace.cli.flags import flag, flags, numbers
 from outpace.cli.options import JSON
 from outpace.cli.output_files import check_file, check_plot
 from outpace.cli.theory import check_pipeline
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_range, check_whole
 
 if TYPE_CHECKING:
     from outpace.simulate.trace import Trace
@@ -123,20 +123,19 @@ def simulate(
 
 
 def _costs(times: TimeFlags) -> list[Any]:
-    from outpace.simulate import costs
+    from outpace.simulate.setups import by_ratio, in_pipeline, measured
 
     if times.target_times is None and times.draft_times is None:
-        found = [costs.by_ratio(ratio) for ratio in costs.ratios(times.ratio)]
+        says = f"ratio is {times.ratio!r}, it must be numbers such as 3.5,7,15"
+        found = [by_ratio(ratio) for ratio in numbers(times.ratio, float, says)]
     elif times.target_times is None or times.draft_times is None:
         raise UserError("target-times and draft-times go together, name both or neither")
     else:
-        found = [costs.measured(times.target_times, times.draft_times)]
-    return [costs.in_pipeline(cost, times.stages, times.hop) for cost in found]
+        found = [measured(times.target_times, times.draft_times)]
+    return [in_pipeline(cost, times.stages, times.hop) for cost in found]
 
 
 def _delays(text: str) -> list[float]:
-    from outpace.core.errors import check_range
-
     delays: list[float] = numbers(text, float, f"delay is {text!r}, it must be numbers such as 0,0.5,1,2")
     for delay in delays:
         check_range("delay", delay, 0.0, 1000.0)
@@ -144,10 +143,7 @@ def _delays(text: str) -> list[float]:
 
 
 def _trace(pair: PairFlags) -> Trace:
-    from outpace.core.errors import check_whole
-    from outpace.simulate import trace
-    from outpace.simulate.indexed_trace import limit_trace
-    from outpace.simulate.trace import synthetic_trace
+    from outpace.simulate.trace import limit_trace, load, synthetic_trace
 
     if pair.answers is not None:
         check_whole("answers", pair.answers, 1)
@@ -155,7 +151,7 @@ def _trace(pair: PairFlags) -> Trace:
         raise UserError("give either --trace FILE, a recorded pair, or --acceptance 0.7, and not both")
     if pair.trace is not None:
         tasks = [name.strip() for name in pair.tasks.split(",")] if pair.tasks else []
-        return limit_trace(trace.load(pair.trace), pair.answers, tasks)
+        return limit_trace(load(pair.trace), pair.answers, tasks)
     if pair.tasks is not None:
         raise UserError("--tasks selects answers of a trace, an assumed acceptance has none")
     return synthetic_trace(pair.acceptance or 0.0, pair.answers or 8)

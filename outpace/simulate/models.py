@@ -4,12 +4,15 @@ A node is on the path if the tokens up to it equal the recorded text; there the 
 the draft its recorded row. Off the path the draft returns the row of another position of the same answer, chosen by a
 hash of the path, so that wrong branches compete for width with realistic probabilities; the target's logits of such
 nodes are never used.
+
+Tokens are renumbered from 0 for each answer, so that a row of logits is short. A text begins with a token that
+identifies its answer, so the models are functions of the text alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,10 +20,57 @@ import numpy as np
 from outpace.core.types import Ranks
 from outpace.models.base import PREFIX, Model, Part, Session
 from outpace.rules.greedy import Greedy
-from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace
+from outpace.simulate.trace import Trace
 
 ON_PATH = 0  # the mark of a node on the path; the mark of others is a hash of their path, which is odd
 _MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class IndexedAnswer:
+    """One answer: `text` is its identifying token, prompt and answer tokens; the answer begins at `start`."""
+
+    text: tuple[int, ...]
+    start: int
+    draft_tokens: np.ndarray  # [tokens, ranks]
+    draft_logprobs: np.ndarray
+    temperature: float = 0.0  # at which it was written
+    task: str = ""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.text[: self.start]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.text[self.start :]
+
+
+@dataclass(frozen=True)
+class IndexedTrace:
+    """All answers; the index of a text's answer is its first token minus `first_id`."""
+
+    first_id: int
+    vocab_size: int
+    answers: tuple[IndexedAnswer, ...]
+
+
+def index_trace(trace: Trace, ranks: int | None = None) -> IndexedTrace:
+    """Renumber a trace's tokens, keeping the draft's best `ranks` tokens at each position (None: all)."""
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for answer in trace.answers:
+        drafts = answer.draft_tokens[:, :ranks]
+        tokens = np.concatenate([np.array(answer.prompt), np.array(answer.tokens), drafts.ravel()])
+        ids = np.unique(tokens, return_inverse=True)[1]
+        prompt, written, rest = np.split(ids, np.cumsum([len(answer.prompt), len(answer.tokens)]))
+        parts.append((prompt, written, rest.reshape(drafts.shape)))
+    first_id = max(int(part.max()) + 1 for some in parts for part in some)
+    answers = []
+    for number, (answer, (prompt, written, rows)) in enumerate(zip(trace.answers, parts, strict=True)):
+        text = (first_id + number, *prompt.tolist(), *written.tolist())
+        logprobs = answer.draft_logprobs[:, :ranks]
+        answers.append(IndexedAnswer(text, len(prompt) + 1, rows, logprobs, trace.temperature, answer.task))
+    return IndexedTrace(first_id, first_id + len(answers), tuple(answers))
 
 
 class RecordedGreedy(Greedy):

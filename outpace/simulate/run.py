@@ -19,11 +19,9 @@ from outpace.core.types import Drafter, Request
 from outpace.drafters import build_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.simulate.costs import PassCosts
-from outpace.simulate.indexed_trace import IndexedAnswer, IndexedTrace, index_trace, spread
-from outpace.simulate.models import RecordedGreedy, ReplayDraft, ReplayTarget
-from outpace.simulate.setups import PLAIN, Setup
-from outpace.simulate.trace import Trace
+from outpace.simulate.models import IndexedAnswer, IndexedTrace, RecordedGreedy, ReplayDraft, ReplayTarget, index_trace
+from outpace.simulate.setups import PLAIN, PassCosts, Setup
+from outpace.simulate.trace import Trace, spread
 
 _SEARCH_ANSWERS = 6  # answers on which a draft length is chosen
 

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +307,22 @@ def _synthetic_answer(generator: random.Random, acceptance: float, tokens: int) 
         draft_logprobs=np.broadcast_to(falling, (tokens, _RANKS)).copy(),
         task="stated",
     )
+
+
+def limit_trace(trace: Trace, answers: int | None, tasks: Sequence[str] = ()) -> Trace:
+    """Keep these tasks' answers only (none: all tasks), and at most `answers` of them, evenly spread over the tasks."""
+    chosen = [answer for answer in trace.answers if not tasks or answer.task in tasks]
+    if not chosen:
+        known = sorted({answer.task for answer in trace.answers})
+        raise UserError(f"the trace has no answers of {', '.join(tasks)}, it has {', '.join(known)}")
+    if answers is not None:
+        chosen = [chosen[number] for number in spread([answer.task for answer in chosen], answers)]
+    return replace(trace, answers=tuple(chosen))
+
+
+def spread(tasks: Sequence[str], count: int) -> list[int]:
+    """Return the indices of at most `count` answers with these tasks, evenly spread over each task's."""
+    if count >= len(tasks):
+        return list(range(len(tasks)))
+    by_task = sorted(range(len(tasks)), key=lambda number: tasks[number])
+    return sorted(by_task[number * len(tasks) // count] for number in range(count))
