@@ -14,7 +14,7 @@ from commands import last_line, run_command
 from files import model_folder, smollm2_file
 
 import outpace
-from outpace.bench import table_files
+from outpace.bench import tune
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.drafters import cacheback, retrieval
@@ -201,8 +201,8 @@ def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
     """Only a line feed ends a line of JSON; a text may contain other line breaks."""
     texts, file = ["one\u2028two", "three\x85four", "five\x0c"], tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
-    assert table_files.texts_of([file]) == texts
+    assert tune.texts_of([file]) == texts
     with file.open("a") as stream:
         stream.write(line + "\n")
     with pytest.raises(UserError, match="line 4"):
-        table_files.texts_of([file])
+        tune.texts_of([file])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace.bench.contenders import PLAIN, baseline
-from outpace.bench.memory import PeakMemory
+from outpace.bench.method_runner import PeakMemory
 from outpace.bench.store import Record, RecordKey
 from outpace.core import stats, theory
 

@@ -14,8 +14,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench.contenders import PLAIN, Contender
 from outpace.bench.energy import EnergyMeter
 from outpace.bench.figures import ALL, TableRow, table_rows
-from outpace.bench.memory import PeakMemory, peak_memory
-from outpace.bench.method_runner import MethodRunner
+from outpace.bench.method_runner import MethodRunner, PeakMemory, peak_memory
 from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prompt_of

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
-from outpace.bench.table_files import texts_of
+from outpace.bench.tune import texts_of
 from outpace.core.errors import UserError, require
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.theory import count_rounds

@@ -65,7 +65,7 @@ def _make(model: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool)
     if not corpus:
         raise UserError(f"--to is {to}, it needs a --corpus to make that file from")
     check_file("--to", to)
-    from outpace.bench.table_files import make_table
+    from outpace.bench.tune import make_table
 
     with display.loading_bar(as_json, 0.0) as progress:
         made = make_table(model.drafter, corpus, model.target, to, progress)
