@@ -17,9 +17,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags, numbers
+from outpace.cli.flags import check_file, check_folder, check_plot, flag, flags, numbers
 from outpace.cli.options import JSON, BasicSamplingFlags, ModelFlags
-from outpace.cli.output_files import check_file, check_folder, check_plot
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.core.errors import UserError, without_keys
 from outpace.models.options import LoadOptions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import check_file, flag, flags
 from outpace.cli.options import MAX_TOKENS, SYSTEM, ModelFlags, SamplingFlags, open_any
-from outpace.cli.output_files import check_file
 from outpace.core.errors import UserError, unknown
 from outpace.models.files.find import pair_name
 from outpace.models.files.reading import write_json
@@ -75,7 +74,8 @@ def chat(
     if url is not None:
         from outpace.cli.remote import RemoteModel
 
-        _check_remote_flags(model, ctx.obj)
+        for name in (*(name for name in model.given() if name != "target"), *ctx.obj):
+            raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
         remote = RemoteModel(url, api_key, model.target)
         with process.at_safe_points():
             _talk(RemoteChat(remote, sampling, system), remote.model)
@@ -87,12 +87,6 @@ def chat(
         pair = pair_name(llm.target.name, draft and draft.name)
         local = LocalChat(llm, sampling, system, color, sampling.recommended(llm))
         _talk(local, f"{pair} by {llm.method}")
-
-
-def _check_remote_flags(model: ModelFlags, extra: Collection[str]) -> None:
-    """Raise UserError for flags about models and drafting: a server has its own."""
-    for name in (*(name for name in model.given() if name != "target"), *extra):
-        raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
 
 
 def _talk(session: ChatSession, name: str) -> None:

@@ -92,25 +92,23 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     from outpace.core import machine
     from outpace.core.kernels import VERSION, kernels
 
-    bandwidth, described = machine.memory_bandwidth(), machine.describe()
+    bandwidth, described, torch = machine.memory_bandwidth(), machine.describe(), None
+    if _is_installed("torch"):
+        import torch as package
+
+        names = map(package.cuda.get_device_name, range(package.cuda.device_count()))
+        gpus = [f"cuda:{number} ({name})" for number, name in enumerate(names)]
+        torch = {"version": package.__version__, "gpus": gpus}
     return {
         "outpace": __version__,
         **{name: described[name] for name in ("python", "platform", "threads", "cores", "load")},
-        "torch": _torch() if _is_installed("torch") else None,
+        "torch": torch,
         "kernels": {"version": VERSION, "instruction_sets": list(kernels.instruction_sets())},
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
         "cache": _cache_contents(),
         "extras": {name: all(map(_is_installed, modules.split())) for name, (_, modules) in EXTRAS.items()},
     }
-
-
-def _torch() -> dict[str, Any]:
-    """Describe torch: its version, its GPUs, and whether it has oneDNN's packed products."""
-    import torch
-
-    gpus = [f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(torch.cuda.device_count())]
-    return {"version": torch.__version__, "gpus": gpus, "packed_product": torch.backends.mkldnn.is_available()}
 
 
 def _model(bandwidth: float, quiet: bool) -> dict[str, Any]:
@@ -185,13 +183,12 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
     kernels, torch = found["kernels"], found["torch"]
     first, *others = kernels["instruction_sets"]
     also = f" (also possible: {', '.join(others)})" if others else ""
-    without = "" if torch and torch["packed_product"] else ", without oneDNN: its passes take longer"
     return [
         ("outpace", f"{found['outpace']}, Python {found['python']}, {found['platform']}"),
         ("devices", ", ".join(["cpu", *(torch["gpus"] if torch else ())])),
         ("native kernels", f"{kernels['version']}, running {first}{also}"),
         ("threads", f"{found['threads']} on {found['cores']} cores, load {found['load'] or 0.0:.1f}"),
-        ("torch", torch["version"] + without if torch else "not installed: models run by the native kernels"),
+        ("torch", torch["version"] if torch else "not installed: models run by the native kernels"),
         ("memory", f"{found['gigabytes_per_second']:.1f} GB/s read by all threads (estimate)"),
     ]
 

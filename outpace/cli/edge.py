@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.flags import common_fields, flag, flags
+from outpace.cli.flags import check_file, check_plot, common_fields, flag, flags
 from outpace.cli.options import JSON
-from outpace.cli.output_files import check_file, check_plot
 from outpace.core.errors import UserError, check_range, check_whole, require
 
 if TYPE_CHECKING:

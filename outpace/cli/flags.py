@@ -1,19 +1,74 @@
-"""Flags of commands: declared as fields of dataclasses, or passed through to methods and drafters."""
+"""Flags of commands: declared as fields of dataclasses, or passed through to methods and drafters.
+
+Also which of them `--help` shows, and checks of the files that they name, before the work starts.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from functools import wraps
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
-from outpace.cli.help import Command
 from outpace.core.errors import UserError
+
+MODEL = "target draft"
+SAMPLING = "system max_tokens temperature seed"
+PAIR = "--target big.gguf --draft small.gguf"
+# By command: the common options, and examples. A command that is missing here shows all of its options.
+COMMON: dict[str, tuple[str, tuple[str, ...]]] = {
+    "generate": (
+        f"prompt {MODEL} {SAMPLING} method raw as_json",
+        ('outpace generate "Why is the sky blue?"', f'outpace generate {PAIR} --max-tokens 100 "Tell me a joke."'),
+    ),
+    "chat": (
+        f"{MODEL} {SAMPLING} method color url",
+        (f"outpace chat {PAIR}", "outpace chat --url http://127.0.0.1:8000/v1"),
+    ),
+    "serve": (
+        f"{MODEL} method device host port api_key_file served_name batch",
+        (f"outpace serve {PAIR}", "outpace serve --host 0.0.0.0 --api-key-file keys.txt"),
+    ),
+    "bench": (
+        f"{MODEL} methods tasks prompts batch peers max_tokens out plot as_json",
+        (f"outpace bench {PAIR}", "outpace bench --methods auto,card --tasks mt_bench --out results"),
+    ),
+    "distill": (
+        "target out kind budget tokens prompts evaluate tasks device as_json",
+        (
+            "outpace distill --target model.gguf --budget 2h --out draft",
+            "outpace chat --target model.gguf --draft draft",
+        ),
+    ),
+    "judge": (
+        f"{MODEL} tasks out max_tokens run_tests as_json",
+        (f"outpace judge {PAIR} --tasks questions.jsonl", f"outpace chat {PAIR} --rule judge --judge judge"),
+    ),
+    "tune": (
+        f"{MODEL} max_tokens rounds drafter corpus to as_json",
+        (f"outpace tune {PAIR}", "outpace tune --drafter retrieval --corpus manual.txt"),
+    ),
+    "simulate": (
+        "trace acceptance methods ratio nodes delay answers plot as_json out",
+        ("outpace simulate --acceptance 0.7 --ratio 7", "outpace simulate --trace pair.npz --methods card,planned"),
+    ),
+    "edge": (
+        "acceptance devices servers bandwidth_mhz objective policies worlds sweep plot as_json",
+        ("outpace edge --devices 20 --servers 4", "outpace edge --sweep devices=5,10,20 --plot edge.png"),
+    ),
+    "forecast": (
+        "data horizon time value samples backtest plot target draft as_json",
+        ("outpace forecast sales.csv --horizon 24 --plot forecast.png", "outpace forecast sales.csv --backtest 3"),
+    ),
+}
 
 
 def flag(default: Any, text: str, *names: str, panel: str | None = None, **options: Any) -> Any:
@@ -89,6 +144,21 @@ def _build(group: Any, given: dict[str, Any], texts: Mapping[str, str] | None = 
     return group(**values)
 
 
+class Command(typer.core.TyperCommand):
+    """A command whose `--help` is short."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        common, examples = COMMON.get(self.name or "", ("", ()))
+        own = [param for param in self.params if param.param_type_name == "option"]
+        rare = [param for param in own if common and param.name not in common.split()]
+        is_whole = "--help-all" in args
+        for param in rare:
+            param.hidden = not is_whole  # type: ignore[attr-defined]
+        more = [f"--help-all lists {len(rare)} more options."] if rare and not is_whole else []
+        self.epilog = "\n\n".join([*(f"[dim]$[/dim] {example}" for example in examples), *more])
+        return list(super().parse_args(ctx, args))
+
+
 class PassthroughCommand(Command):
     """A command that collects unknown flags in `ctx.obj` as {name_with_underscores: text}.
 
@@ -111,20 +181,15 @@ class PassthroughCommand(Command):
                 rest += [word, *words]
             elif word.startswith("--") and name not in is_switch:
                 option = _option_name(name, is_switch)
-                found[option] = value if equals else _value(name, words)
+                found[option] = value if equals else next(words, "--")
+                if not equals and found[option].startswith("--"):
+                    raise UserError(f"option {name} needs a value")
             else:
                 rest.append(word)
                 if not equals and not is_switch.get(name, True):
                     rest += islice(words, 1)
         ctx.obj = found
         return list(super().parse_args(ctx, rest))
-
-
-def _value(name: str, words: Iterator[str]) -> str:
-    value = next(words, None)
-    if value is None or value.startswith("--"):
-        raise UserError(f"option {name} needs a value")
-    return value
 
 
 def _option_name(given: str, own: Iterable[str]) -> str:
@@ -160,3 +225,41 @@ def common_fields(given: Any, kind: Any) -> dict[str, Any]:
     """Return the values of a dataclass whose names are fields of the dataclass `kind` too."""
     names = {one.name for one in fields(kind)}
     return {one.name: getattr(given, one.name) for one in fields(given) if one.name in names}
+
+
+def check_file(flag: str, file: Path | None) -> None:
+    """Raise UserError unless `file` is None or can be written."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise UserError(f"{flag} is {file}, which is a folder; name a file")
+    if not file.parent.is_dir():
+        raise UserError(f"{flag} is {file}, but there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{flag} is {file}, which cannot be written")
+
+
+def check_folder(flag: str, folder: Path | None) -> None:
+    """Raise UserError unless `folder` is None, exists, or can be made."""
+    if folder is None:
+        return
+    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not above.is_dir():
+        raise UserError(f"{flag} is {folder}, but {above} is a file")
+    if not os.access(above, os.W_OK):
+        raise UserError(f"{flag} is {folder}, but {above} cannot be written")
+
+
+def check_plot(flag: str, file: Path | None) -> None:
+    """Raise UserError unless `file` is None or matplotlib can write it in the format of its suffix."""
+    if file is None:
+        return
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise UserError(f"{flag} needs `pip install matplotlib`; leave it out for the table alone") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        suffixes = ", ".join(f".{name}" for name in formats)
+        raise UserError(f"{flag} is {file}, its name must end with one of {suffixes}")
+    check_file(flag, file)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import check_plot, flag, flags
 from outpace.cli.options import JSON
-from outpace.cli.output_files import check_plot
 from outpace.core.errors import UserError, check_range, require
 from outpace.core.lazy import num_cores, set_num_threads
 

@@ -39,7 +39,10 @@ class AnswerFlags:
         """Return the arguments of SamplingParams."""
         if self.logprobs is not None and not as_json:
             raise UserError("--logprobs needs --json, add it")
-        return asdict(self) | {"prediction": _read_prediction(self.prediction)}
+        prediction = "" if self.prediction is None else read_named_text("--prediction", self.prediction)
+        if self.prediction is not None and not prediction:
+            raise UserError(f"--prediction is {self.prediction}, which is empty")
+        return asdict(self) | {"prediction": prediction}
 
 
 @flags
@@ -114,14 +117,6 @@ def _conversation(prompt: str, system: str | None, prefill: str | None, raw: boo
     if prefill is not None:
         messages.append({"role": "assistant", "content": prefill, "prefix": True})
     return messages
-
-
-def _read_prediction(file: Path | None) -> str:
-    if file is None:
-        return ""
-    if not (text := read_named_text("--prediction", file)):
-        raise UserError(f"--prediction is {file}, which is empty")
-    return text
 
 
 def _record(result: Result, params: SamplingParams, precision: str, several: bool) -> dict[str, object]:

@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.flags import PassthroughCommand, unknown_option
-from outpace.cli.help import Command
+from outpace.cli.flags import Command, PassthroughCommand, unknown_option
 from outpace.core.errors import LostProcess, UserError
 
 # Commands that take the options of methods and drafters.

@@ -11,9 +11,8 @@ from rich.console import Group
 from rich.live import Live
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags, numbers
+from outpace.cli.flags import check_file, check_plot, flag, flags, numbers
 from outpace.cli.options import JSON
-from outpace.cli.output_files import check_file, check_plot
 from outpace.cli.theory import check_pipeline
 from outpace.core.errors import UserError, check_range, check_whole
 
@@ -82,7 +81,11 @@ def simulate(
     """Simulate every method on two devices, from recorded outputs of two models, at given ratios of their times."""
     check_file("--out", output.out)
     check_pipeline(times.stages, times.hop)
-    costs, delays = _costs(times), _delays(times.delay)
+    costs = _costs(times)
+    says = f"delay is {times.delay!r}, it must be numbers such as 0,0.5,1,2"
+    delays: list[float] = [*dict.fromkeys(numbers(times.delay, float, says))]
+    for delay in delays:
+        check_range("delay", delay, 0.0, 1000.0)
     check_plot("--plot", output.plot)
     from outpace.bench.report import write_json
     from outpace.simulate import report, run
@@ -133,13 +136,6 @@ def _costs(times: TimeFlags) -> list[Any]:
     else:
         found = [measured(times.target_times, times.draft_times)]
     return [in_pipeline(cost, times.stages, times.hop) for cost in found]
-
-
-def _delays(text: str) -> list[float]:
-    delays: list[float] = numbers(text, float, f"delay is {text!r}, it must be numbers such as 0,0.5,1,2")
-    for delay in delays:
-        check_range("delay", delay, 0.0, 1000.0)
-    return [*dict.fromkeys(delays)]
 
 
 def _trace(pair: PairFlags) -> Trace:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
+from outpace.cli.flags import check_file, flag, flags
 from outpace.cli.options import JSON, ModelFlags
-from outpace.cli.output_files import check_file
 from outpace.cli.process import saying_what_is_kept
 from outpace.core.errors import UserError
 
