@@ -11,8 +11,8 @@ import typer
 
 from outpace.cli import display, process
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import LOAD_FLAGS
-from outpace.core.errors import check_range, require
+from outpace.cli.options import LOAD_FLAGS, use_threads
+from outpace.core.errors import require
 from outpace.models.options import LoadOptions
 
 POLL_SECONDS = 0.2
@@ -59,7 +59,6 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     require("a draft worker", "remote", "grpc")
     from outpace.card.link import authenticator, read_listen_address
     from outpace.cluster.draft_server import open_draft_server
-    from outpace.core.lazy import num_cores, set_num_threads
     from outpace.server.options import ServerOptions, read_api_keys
 
     host, port = read_listen_address(listen.listen)
@@ -73,9 +72,7 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
         certificate_key=listen.ssl_keyfile,
         client_authorities=listen.ssl_ca_certs,
     )
-    if model.threads is not None:
-        check_range("threads", model.threads, 1, num_cores())
-        set_num_threads(model.threads)
+    use_threads(model.threads)
     with display.loading_bar(False) as progress:
         server = open_draft_server(model.draft, model.options, model.drafter, ctx.obj, authenticator(keys), progress)
     with suppress(KeyboardInterrupt), process.sigterm_as_interrupt(status=0), server:  # both signals are its usual end

@@ -13,9 +13,8 @@ import typer
 
 from outpace.cli import display
 from outpace.cli.flags import check_plot, flag, flags
-from outpace.cli.options import JSON
-from outpace.core.errors import UserError, check_range, require
-from outpace.core.lazy import num_cores, set_num_threads
+from outpace.cli.options import JSON, use_threads
+from outpace.core.errors import UserError, require
 
 if TYPE_CHECKING:
     from outpace.timeseries.forecaster import Forecaster, SampledForecast
@@ -68,8 +67,7 @@ def forecast(
     require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
     _check_columns(file, [columns.time, columns.value, *([columns.series] if columns.series is not None else [])])
     check_plot("--plot", plot)
-    check_range("threads", models.threads, 1, num_cores())
-    set_num_threads(models.threads)
+    use_threads(models.threads)
     from outpace.timeseries.forecaster import QUANTILES, Forecaster
     from outpace.timeseries.frames import read_csv, to_frame
 

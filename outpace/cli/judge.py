@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET, TARGET_NAMES
+from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET, TARGET_NAMES, use_threads
 from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
-from outpace.core.errors import UserError, check_range
+from outpace.core.errors import UserError
 from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def judge(
 ) -> None:
     """Train a judge for --rule judge (lossy): it predicts which mismatches of the draft change the final answer."""
     from outpace.api.pair import load_pair
-    from outpace.core.lazy import num_cores, set_num_threads
     from outpace.distill.judge import JudgeOptions, make_judge
     from outpace.distill.mining import MiningOptions
     from outpace.distill.progress_display import ProgressDisplay
@@ -54,9 +53,7 @@ def judge(
 
     if not tasks:
         raise UserError("outpace judge learns from questions: name a file of them with --tasks")
-    if pair.threads is not None:
-        check_range("threads", pair.threads, 1, num_cores())
-        set_num_threads(pair.threads)
+    use_threads(pair.threads)
     options = JudgeOptions(tasks, out, MiningOptions(max_tokens, batch, run_tests))
     with sigterm_as_interrupt(), saying_what_is_kept(out), ProgressDisplay(as_json) as progress:
         target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())

@@ -157,6 +157,15 @@ SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
 JSON = flag(False, "Write one line of JSON to stdout, and nothing else.", "--json")
 
 
+def use_threads(count: int | None) -> None:
+    """Set the number of CPU threads; UserError for one that this machine does not have."""
+    from outpace.core.lazy import num_cores, set_num_threads
+
+    if count is not None:
+        check_range("threads", count, 1, num_cores())
+        set_num_threads(count)
+
+
 def after(check: Callable[[], None], progress: Progress) -> Progress:
     """Return a progress function whose first call, after all options were checked, runs another check."""
     pending = [check]
@@ -233,14 +242,10 @@ class ModelFlags:
         from outpace.card.link import check_reachable, is_address, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
-        from outpace.core.lazy import num_cores, set_num_threads
         from outpace.models.files.find import short_name
         from outpace.models.load import known_draft
 
-        if self.threads is not None:
-            check_range("threads", self.threads, 1, num_cores())
-            set_num_threads(self.threads)
-
+        use_threads(self.threads)
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
         if self.draft and len(self.draft) == 1:
             given["draft"] = self.draft[0]
@@ -338,7 +343,6 @@ def _open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool
     from outpace.cli.display import loading_bar
     from outpace.cluster.draft_model import build_card_drafter, load_own_draft
     from outpace.cluster.remote_target import RemoteTarget
-    from outpace.core.lazy import set_num_threads
 
     of_draft = [one.name for one in fields(model.options) if one.name not in TARGET_OPTIONS]
     for name in model.given():
@@ -346,8 +350,7 @@ def _open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool
             raise UserError(f"leave out --{name.replace('_', '-')}: the server at {model.target} sets it")
     chosen = model.only_draft("a target on another machine")
     address = read_address(str(model.target))
-    if model.threads is not None:
-        set_num_threads(model.threads)
+    use_threads(model.threads)
     with loading_bar(quiet) as progress:
         draft = load_own_draft(chosen, model.options, progress)
     drafter = build_card_drafter(model.drafter or "model", draft, extra)
