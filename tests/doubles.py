@@ -203,10 +203,11 @@ class Watched(draft_model.ModelDrafter):
 
     def __init__(self, model: Toy, options: draft_model.Options) -> None:
         super().__init__(model, options)
+        self._tree_nodes = options.tree_nodes
         self.met: Counter[str] = Counter()
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
-        self.met["full tree"] += sum(len(tree) >= self._options.tree_nodes for tree in trees)
+        self.met["full tree"] += sum(len(tree) >= self._tree_nodes for tree in trees)
         super().grow(states, trees)
 
     def observe(self, state: Any, seen: Observation) -> None:
