@@ -54,9 +54,9 @@ from outpace.server.app import build_app
 from outpace.server.options import ServerOptions
 from outpace.server.run import listen, make_server
 from outpace.server.service import Service
-from outpace.simulate import costs, trace
+from outpace.simulate import trace
 from outpace.simulate.run import simulate
-from outpace.simulate.setups import SetupSizes, select_setups
+from outpace.simulate.setups import SetupSizes, by_ratio, select_setups
 
 TARGET, DRAFT = ADDRESSES[:2]
 DRAFT_PORT, CLIENT_PORT = 8100, 8001
@@ -239,9 +239,7 @@ def measure(layout: str, sides: tuple[Side, Side], wire: Wire, args: argparse.Na
 def predict(recorded: trace.Trace, pass_seconds: float, step_seconds: float, delay: float) -> float:
     """Return CARD's simulated speedup over plain decoding."""
     setups = select_setups(SetupSizes(NODES, WIDTH), ["card"])
-    *_, outcome = simulate(
-        recorded, setups, [costs.by_ratio(pass_seconds / step_seconds)], delays=[delay / pass_seconds]
-    )
+    *_, outcome = simulate(recorded, setups, [by_ratio(pass_seconds / step_seconds)], delays=[delay / pass_seconds])
     return float(outcome.speedup)
 
 

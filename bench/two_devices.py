@@ -39,10 +39,10 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model
 from outpace.models.load import load_draft, load_model
 from outpace.rules.greedy import Greedy
-from outpace.simulate import costs, trace
+from outpace.simulate import trace
 from outpace.simulate.models import RecordedGreedy, ReplayTarget, index_trace
 from outpace.simulate.run import Outcome, simulate
-from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, by_ratio, select_setups
 from outpace.simulate.trace import limit_trace
 
 TARGET_CORE, DRAFT_CORE = 0, 1
@@ -129,7 +129,7 @@ def until_ready(worker: ProcessWorker) -> None:
 
 def predict(recorded: trace.Trace, setup: Setup, ratio: float) -> Outcome:
     """Simulate a method; return its outcome, with the speedup and, if it has one, the best draft length."""
-    *_, outcome = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), setup], [costs.by_ratio(ratio)])
+    *_, outcome = simulate(recorded, [Setup(PLAIN, "plain", PLAIN, 1), setup], [by_ratio(ratio)])
     return outcome
 
 

@@ -29,10 +29,9 @@ from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import PARALLEL, Overlap
 from outpace.planning.planner import Planner
-from outpace.simulate import costs
 from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup
-from outpace.simulate.setups import Setup
+from outpace.simulate.setups import Setup, by_ratio
 from outpace.simulate.trace import synthetic_trace
 
 TARGET = QuickToy(16, 3, 0)
@@ -43,7 +42,7 @@ def simulated(method: str, alpha: float, length: int, ratio: float, width: int =
     """`tokens` tokens of a pair that accepts each token independently with chance `alpha`."""
     scripts = index_trace(synthetic_trace(alpha, 2, tokens // 2))
     options = {"width": width, "tree_nodes": 4096, "floor": 0.0}
-    return run_setup(scripts, Setup(method, method, method, 64, options), costs.by_ratio(ratio), 2, length)
+    return run_setup(scripts, Setup(method, method, method, 64, options), by_ratio(ratio), 2, length)
 
 
 def plain_over(outcome: Outcome) -> float:
@@ -163,7 +162,7 @@ def test_the_drafter_obeys_its_directives(directives: DraftDirectives, deepest: 
 def planned(method: str, ratio: float, devices: int = 2, **options: Any) -> Outcome:
     """360 tokens of a pair whose draft is right in six places of ten."""
     setup = Setup(method, method, method, 16, {"width": 6, "tree_nodes": 512} | options)
-    return run_setup(index_trace(synthetic_trace(0.6, 2, 180)), setup, costs.by_ratio(ratio), devices)
+    return run_setup(index_trace(synthetic_trace(0.6, 2, 180)), setup, by_ratio(ratio), devices)
 
 
 def test_an_exploration_budget_halves_after_each_failure() -> None:

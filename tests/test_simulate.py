@@ -17,10 +17,9 @@ from outpace.card.inline import InlineWorker
 from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.engine.engine import EngineOptions
-from outpace.simulate import costs
 from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup, simulate
-from outpace.simulate.setups import PLAIN, Setup, SetupSizes, select_setups, setups
+from outpace.simulate.setups import PLAIN, Setup, SetupSizes, by_ratio, measured, parse_curve, select_setups, setups
 from outpace.simulate.trace import Trace, limit_trace, synthetic_trace
 
 SIZES = SetupSizes(nodes=8, width=3, tree_nodes=64)
@@ -32,7 +31,7 @@ MIXED = synthetic_trace(0.6, 3, 40)
 
 
 def run(trace: Trace, setup: Setup, ratio: float, devices: int = 2, length: int | None = None) -> Outcome:
-    return run_setup(index_trace(trace, setup.ranks), setup, costs.by_ratio(ratio), devices, length)
+    return run_setup(index_trace(trace, setup.ranks), setup, by_ratio(ratio), devices, length)
 
 
 def card(nodes: int = 64, **options: Any) -> Setup:
@@ -47,7 +46,7 @@ def sequential(length: int) -> Setup:
 def test_every_method_writes_the_recorded_text(name: str, devices: int) -> None:
     setup = replace(SETUPS[name], lengths=SETUPS[name].lengths[:2])
     plain = SETUPS[PLAIN]
-    *_, outcome = simulate(MIXED, [plain, setup], [costs.by_ratio(5)], devices)  # raises if the text differs
+    *_, outcome = simulate(MIXED, [plain, setup], [by_ratio(5)], devices)  # raises if the text differs
     assert outcome.figures.emitted == outcome.tokens == 120
     assert 0 <= outcome.target_idle < 1
     assert 0 <= outcome.draft_idle <= 1
@@ -59,7 +58,7 @@ def test_the_planner_is_nearly_as_good_as_the_best_fixed_tree(ratio: float) -> N
     """Further rows cost nothing, which the planner must find out; the tree has its best length."""
     trace, sizes = synthetic_trace(0.6, 4, 150), SetupSizes(nodes=16, width=4, tree_nodes=64)
     setups = select_setups(sizes, ["speculative-tree", "auto"])
-    fixed, planned = list(simulate(trace, setups, [costs.by_ratio(ratio)]))[1:]
+    fixed, planned = list(simulate(trace, setups, [by_ratio(ratio)]))[1:]
     assert (fixed.setup.method, planned.setup.method) == ("speculative", "auto")
     assert planned.speedup > 0.93 * fixed.speedup > 1.5
 
@@ -113,7 +112,7 @@ def test_one_device_is_shared() -> None:
 
 def test_the_best_draft_length_is_found() -> None:
     rows = [SETUPS[PLAIN], SETUPS["speculative-chain"]]
-    cheap, expensive = (list(simulate(MIXED, rows, [costs.by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))
+    cheap, expensive = (list(simulate(MIXED, rows, [by_ratio(ratio)]))[-1] for ratio in (20.0, 1.0))
     assert (cheap.draft_length or 0) > (expensive.draft_length or 0) == 1
     for length in (2, 8):
         other = run(MIXED, SETUPS["speculative-chain"], 20.0, length=length)
@@ -162,17 +161,17 @@ def test_a_part_of_the_answers() -> None:
 
 
 def test_measured_times_lie_on_lines() -> None:
-    cost = costs.parse_curve("target-times", "1:6.0,4:6.3,8:7.1")
+    cost = parse_curve("target-times", "1:6.0,4:6.3,8:7.1")
     found = [cost(rows) for rows in (1, 2, 4, 6, 8, 16)]
     assert found == pytest.approx([6.0, 6.1, 6.3, 6.7, 7.1, 8.7])
-    assert costs.parse_curve("x", "4:5,8:4")(16) == 4.0  # more rows are never the cheaper ones
-    assert costs.measured("1:6", "1:1.5").ratio == 4.0
+    assert parse_curve("x", "4:5,8:4")(16) == 4.0  # more rows are never the cheaper ones
+    assert measured("1:6", "1:1.5").ratio == 4.0
 
 
 @pytest.mark.parametrize("text", ["", "1", "1:x", "0:3", "1:0", "1:nan", "1:-2", "1:2,,"])
 def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="target-times"):
-        costs.parse_curve("target-times", text)
+        parse_curve("target-times", text)
 
 
 def test_names_of_methods() -> None:
@@ -214,7 +213,7 @@ def test_switches_never_change_the_text(seeds: int) -> None:
 def test_each_tasks_speed() -> None:
     """All tokens over all seconds, of a task's answers and of all."""
     trace = replace(MIXED, answers=tuple(replace(one, task="abb"[at]) for at, one in enumerate(MIXED.answers)))
-    _, outcome = simulate(trace, [SETUPS[PLAIN], SETUPS["card"]], [costs.by_ratio(5.0)])
+    _, outcome = simulate(trace, [SETUPS[PLAIN], SETUPS["card"]], [by_ratio(5.0)])
     counts = {task: sum(len(a.tokens) for a in trace.answers if a.task == task) for task in ("a", "b")}
     assert sum(counts[task] * outcome.by_task[task] for task in counts) == pytest.approx(outcome.seconds)
     assert outcome.speedups == {task: pytest.approx(5.0 / outcome.by_task[task]) for task in counts}
