@@ -42,7 +42,7 @@ from outpace.tools.definitions import (
     takes_tools,
     with_tool_prompt,
 )
-from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, has_thoughts, thought_tokens
+from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_tokens
 
 PARAMETERS = {
     "properties": {"city": {"$ref": "#/$defs/City"}},
@@ -643,7 +643,7 @@ def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:
         assert takes_tools(tokenizer) is expected
         assert call_format_of(tokenizer).name == ("hermes" if expected else "json")
         tokenizer.close()
-    assert not has_thoughts(tokenizer)
+    assert tokenizer.thought_marks is None
 
 
 def test_families_are_found_by_the_template_or_the_vocabulary(

@@ -20,6 +20,7 @@ from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
 from outpace.core import machine
 from outpace.core.errors import UserError
+from outpace.core.stats import percent
 from outpace.models.files.cache import new_file
 from outpace.models.files.reading import read_text
 
@@ -135,10 +136,6 @@ def number(value: float | None, digits: int, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _percent(share: float | None, of: str = "") -> str:
-    return "-" if share is None else f"{share:.0%}{of}"
-
-
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
@@ -164,7 +161,7 @@ SPEED_COLUMNS: Columns = (
     ("speedup", lambda row: number(row.speedup, 2, "x")),
     ("worst", lambda row: number(row.worst_speedup, 2, "x")),
     ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
-    ("hit\nrate", lambda row: _percent(row.hit_rate)),
+    ("hit\nrate", lambda row: percent(row.hit_rate)),
     ("first\nms", lambda row: _milliseconds(row.time_to_first_token)),
     ("p50\nms", lambda row: _milliseconds(row.inter_token_p50)),
     ("p99\nms", lambda row: _milliseconds(row.inter_token_p99)),
@@ -186,9 +183,9 @@ QUALITY_COLUMNS: Columns = (
     ("one\nchance", lambda row: number(row.constant_length, 2)),
     ("speedup", lambda row: number(row.speedup, 2, "x")),
     ("by\ntheory", lambda row: number(row.predicted_speedup, 2, "x")),
-    ("relaxed", lambda row: _percent(row.relaxed)),
+    ("relaxed", lambda row: percent(row.relaxed)),
     ("perplexity", lambda row: number(row.perplexity, 2)),
-    ("right", lambda row: _percent(row.accuracy, f" of {row.scored}")),
+    ("right", lambda row: percent(row.accuracy, f" of {row.scored}")),
 )
 
 

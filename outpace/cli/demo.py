@@ -18,6 +18,7 @@ from outpace.cli import display
 from outpace.cli.flags import flag, flags
 from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, TARGET_NAMES, BasicSamplingFlags, ModelFlags
 from outpace.core.errors import check_range
+from outpace.core.stats import percent
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM, Result
@@ -195,8 +196,8 @@ def _report(found: Sequence[Comparison], rounds: int) -> None:
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speedup']:.2f}x" if row["speedup"] else "-",
                 f"{row['mean_accepted_length']:.2f}",
-                display.percent(row["draft_acceptance"]),
-                display.percent(row["hit_rate"]),
+                percent(row["draft_acceptance"]),
+                percent(row["hit_rate"]),
             )
     console.print(table)
     if any(one.is_disturbed for one in found):

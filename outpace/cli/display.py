@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from outpace.cli import process
+from outpace.core.stats import percent
 
 if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
@@ -193,11 +194,6 @@ def figures(result: Result) -> dict[str, float | None]:
 def rounded(value: float | None) -> float | None:
     """Round a number; None stays None."""
     return None if value is None else round(value, 4)
-
-
-def percent(value: float | None) -> str:
-    """Format a share."""
-    return "-" if value is None else f"{value:.0%}"
 
 
 def summary(result: Result, second: str = "") -> str:

@@ -131,6 +131,11 @@ def rates(positions: Iterable[tuple[int, int]]) -> tuple[float, ...]:
     return tuple(kept / reached for reached, kept in positions)
 
 
+def percent(share: float | None, suffix: str = "") -> str:
+    """Format a share as whole percents, followed by `suffix`; "-" for None."""
+    return "-" if share is None else f"{share:.0%}{suffix}"
+
+
 T = TypeVar("T")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.core.errors import UserError
+from outpace.core.stats import percent
 from outpace.simulate.run import Outcome
 from outpace.simulate.setups import SetupSizes
 from outpace.simulate.trace import Trace
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
 DETAILS: tuple[tuple[str, Callable[[Outcome], str]], ...] = (  # columns of the wide table
     ("tokens/pass", lambda row: f"{row.figures.mean_accepted_length:.2f}"),
     ("rows/token", lambda row: f"{row.rows_per_token:.1f}"),
-    ("hit rate", lambda row: _percent(row.figures.hit_rate)),
-    ("target idle", lambda row: _percent(row.target_idle)),
-    ("drafter idle", lambda row: _percent(row.draft_idle)),
+    ("hit rate", lambda row: percent(row.figures.hit_rate)),
+    ("target idle", lambda row: percent(row.target_idle)),
+    ("drafter idle", lambda row: percent(row.draft_idle)),
 )
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _costs(outcomes: Iterable[Outcome]) -> list[str]:

@@ -34,14 +34,6 @@ class ThoughtDelta(NamedTuple):
     text: str
 
 
-def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether the model may write thoughts, which its chat template shows.
-
-    Tokens for the marks do not show it: models that do not think share vocabularies with models that do.
-    """
-    return tokenizer.thought_marks is not None
-
-
 def hides_thoughts(tokenizer: Tokenizer) -> bool:
     """Return whether marks of thoughts are special tokens, which decoded text omits by default."""
     return bool(tokenizer.thought_ids)
