@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import files
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import outpace
 from outpace.cli.main import main
@@ -20,7 +21,7 @@ from outpace.distill.batches import Packer, read_samples
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
-from outpace.distill.student import Student
+from outpace.distill.student import EMBEDDING, Student
 from outpace.distill.train import CHAIN, TrainOptions, agreement, read_curve
 from outpace.distill.writer import WriterOptions
 from outpace.models.load import load_draft, load_model
@@ -59,6 +60,18 @@ def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **chang
     )
     (made / "config.json").write_text(json.dumps(config))
     return made
+
+
+def pack(draft: Path, out: Path) -> Path:
+    """Copy a draft without the embeddings, output layer and tokenizer that its target also has."""
+    shutil.copytree(draft, out, ignore=shutil.ignore_patterns("tokenizer*", "generation_config.json"))
+    tensors = load_file(out / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if name not in (EMBEDDING, "lm_head.weight")}
+    save_file(kept, out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    config["outpace"] = {**config.get("outpace", {}), "embedding": "target"}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def prompts_file(file: Path, count: int) -> Path:

@@ -18,18 +18,16 @@ from test_lock import holder
 
 from outpace.cli.main import main
 from outpace.models.files import cache
-from outpace.models.files.cache import LEFTOVER, MODEL, UNUSED_SECONDS, list_entries, list_foreign
+from outpace.models.files.cache import LEFTOVER, MODEL, list_entries, list_foreign
 
 HASH = "0123456789abcdef"
 OURS = {
     f"Model.Q4_1-{HASH}-v2/model.safetensors": MODEL,
-    f"drafts/{HASH}-v2/model.safetensors": cache.DRAFT,
     f"gguf/model-{HASH}-Q4_1.gguf": cache.LLAMA_CPP,
     f"profiles/{HASH}{HASH[:8]}.json": cache.PROFILE,
     f"tables/retrieval-{HASH}.tables": cache.TABLES,
     f".Model.Q4_1-{HASH}-v2.lock": LEFTOVER,
     f".Model.Q4_1-{HASH}-v2.part-x_8abcde/config.json": LEFTOVER,
-    f"drafts/.{HASH}-v2.part-abcdefgh/config.json": LEFTOVER,
     f"gguf/.model-{HASH}-Q4_1.gguf.part-abcdefgh": LEFTOVER,
 }
 NOT_OURS = (
@@ -38,8 +36,7 @@ NOT_OURS = (
     f"model-{HASH}-v2",  # a file
     f"backup-{HASH}-v2/photos/one.png",  # holds folders
     f"model-{HASH[:-1]}-v2/config.json",
-    f"{HASH}-v2/model.safetensors",  # in its own folder only
-    "drafts/mine/model.safetensors",
+    f"{HASH}-v2/model.safetensors",  # without a model's name
     f"gguf/{HASH}.gguf",
     "profiles/mine.json",
     "tables/mine.tables",
@@ -62,7 +59,7 @@ def files(folder: Path) -> set[str]:
 def first(name: str) -> str:
     """The entry that a file belongs to."""
     parts = Path(name).parts
-    return "/".join(parts[: 2 if parts[0] in ("drafts", "gguf", "profiles", "tables") else 1])
+    return "/".join(parts[: 2 if parts[0] in ("gguf", "profiles", "tables") else 1])
 
 
 @pytest.fixture
@@ -93,11 +90,10 @@ def test_what_is_ours(folder: Path) -> None:
 def test_links_are_not_ours(folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     elsewhere = filled(tmp_path / "elsewhere", "model.safetensors")
-    (folder / "drafts").mkdir(parents=True)
-    for place in (folder / f"Model-{HASH}-v2", folder / "drafts" / f"{HASH}-v2"):
-        place.symlink_to(elsewhere)
+    folder.mkdir()
+    (folder / f"Model-{HASH}-v2").symlink_to(elsewhere)
     assert list_entries(folder) == []
-    assert len(list_foreign(folder)) == 2
+    assert len(list_foreign(folder)) == 1
 
 
 def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
@@ -147,8 +143,8 @@ def test_clean_says_why_something_stays(folder: Path, run: Callable[..., str], m
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     shown = run("--clean")
-    assert f"kept drafts/{HASH}-v2 (draft): Read-only file system" in shown
-    assert (folder / "drafts" / f"{HASH}-v2" / "model.safetensors").exists()
+    assert f"kept Model.Q4_1-{HASH}-v2 (model): Read-only file system" in shown
+    assert (folder / f"Model.Q4_1-{HASH}-v2" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +204,7 @@ def test_a_cache_folder_that_cannot_be_used_is_one_warning(
     monkeypatch.setenv("OUTPACE_CACHE", folder.format(tmp=tmp_path))
     monkeypatch.setattr(cache, "_temporary_cache", functools.cache(cache._temporary_cache.__wrapped__))
     with pytest.warns(UserWarning, match=r"OUTPACE_CACHE.*; until then") as said:
-        paths = [cache.entry_path(name) for name in ("profiles/a.json", "drafts/b")]
+        paths = [cache.entry_path(name) for name in ("profiles/a.json", "gguf/b")]
     assert len(said) == 1
     assert not any(tmp_path in path.parents for path in paths)
     with cache.new_file(paths[0]) as part:
@@ -218,34 +214,20 @@ def test_a_cache_folder_that_cannot_be_used_is_one_warning(
 
 
 def test_an_entry_of_a_read_only_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "drafts").mkdir()
+    (tmp_path / "profiles").mkdir()
     monkeypatch.setattr(os, "access", lambda *given: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cache.entry_path("drafts", tmp_path) == tmp_path / "drafts"
-
-
-def test_unused_drafts_go_and_used_ones_stay(folder: Path) -> None:
-    old, new = (folder / name for name in (f"drafts/{HASH}-v2", "drafts/fedcba9876543210-v2"))
-    model = folder / f"Model.Q4_1-{HASH}-v2"
-    filled(folder, f"drafts/{new.name}/config.json")
-    for path in (old, model):
-        os.utime(path, (time.time() - UNUSED_SECONDS - 60,) * 2)
-    os.utime(new, (time.time() - UNUSED_SECONDS + 60,) * 2)
-    removed = {entry.path for entry in cache.remove_unused(folder)}
-    assert removed == {old}, "drafts alone"
-    assert new.exists()
-    assert model.exists()
-    assert files(folder) >= set(NOT_OURS)
+        assert cache.entry_path("profiles", tmp_path) == tmp_path / "profiles"
 
 
 def test_an_entry_that_came_into_use_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = folder / "drafts" / f"{HASH}-v2"
-    os.utime(draft, (0, 0))
-    (entry,) = (entry for entry in list_entries(folder) if entry.path == draft)
-    cache.mark_used(draft)
+    model = folder / f"Model.Q4_1-{HASH}-v2"
+    os.utime(model, (0, 0))
+    (entry,) = (entry for entry in list_entries(folder) if entry.path == model)
+    os.utime(model)
     assert cache.remove_entry(entry) == "another process has just used it"
-    assert draft.exists()
+    assert model.exists()
 
 
 def test_what_killed_makers_left_is_cleared_away(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill_files import prompts_file, run_command, target_folder
+from distill_files import pack, prompts_file, run_command, target_folder
 from distill_files import target as target
 from passes import fresh
 from safetensors.torch import load_file, save_file
@@ -50,7 +50,7 @@ def test_from_zero_to_a_judged_draft(target: Path, tmp_path: Path, capsys: pytes
 
 
 def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> None:
-    """A packed and unpacked draft model assists `generate`: the text is equal, and the target needs no more passes."""
+    """A run's draft model assists `generate`: the text is equal, and the target needs no more passes."""
     from transformers import AutoModelForCausalLM
 
     asked = prompts_file(tmp_path / "asked.jsonl", 60)
@@ -59,10 +59,8 @@ def test_transformers_takes_it_as_assistant(target: Path, tmp_path: Path) -> Non
     assert run_command(*common, *training, "--out", tmp_path / "out", "--stage", "text") == 0
     assert run_command(*common, *training, "--out", tmp_path / "out", "--stage", "train") == 0
     assert json.loads((tmp_path / "out" / "run.json").read_text())["training"]["rows"] == 1, "on a CPU"
-    assert run_command("--target", target, "--pack", tmp_path / "out", "--out", tmp_path / "packed") == 0
-    assert run_command("--target", target, "--unpack", tmp_path / "packed", "--out", tmp_path / "whole") == 0
     large, small = (
-        AutoModelForCausalLM.from_pretrained(folder).float().eval() for folder in (target, tmp_path / "whole")
+        AutoModelForCausalLM.from_pretrained(folder).float().eval() for folder in (target, tmp_path / "out" / "draft")
     )
     small.generation_config.num_assistant_tokens = 3
     small.generation_config.num_assistant_tokens_schedule = "constant"
@@ -86,8 +84,7 @@ def test_a_draft_becomes_a_gguf_file(
     common = ["--target", target, "--prompts", asked, "--layers", "0,1", "--stage", "start"]
     assert run_command(*common, "--out", out) == 0
     if is_packed:
-        assert run_command("--target", target, "--pack", out, "--out", tmp_path / "packed") == 0
-        out = tmp_path / "packed"
+        out = pack(out / "draft", tmp_path / "packed")
     assert run_command("--target", target, "--gguf", file, "--out", out) == 0
     large, small = load_model(target), load_model(file)
     assert small.tokenizer.fingerprint == large.tokenizer.fingerprint
@@ -104,7 +101,7 @@ def test_a_draft_becomes_a_gguf_file(
         ("--gguf", file, "--out", out): "already exists",
         ("--gguf", tmp_path / "new.gguf", "--out", tmp_path): "holds no draft",
         ("--gguf", tmp_path / "draft", "--out", out): "must end with .gguf",
-        ("--gguf", file, "--unpack", out): "exclude one another",
+        ("--gguf", file, "--evaluate", out): "exclude one another",
     }
     for arguments, sentence in refused.items():
         assert run_command("--target", target, *arguments) == 2

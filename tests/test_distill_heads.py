@@ -21,7 +21,7 @@ from outpace.distill.batches import PackedRows, read_samples
 from outpace.distill.kinds.eagle3 import Eagle3Student, new_student, shape_from_options, vocab_ids
 from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
-from outpace.distill.run import distill, pack_run
+from outpace.distill.run import distill
 from outpace.distill.train import CHAIN
 from outpace.models.base import Part, chain
 from outpace.models.load import load_draft, load_model
@@ -254,8 +254,6 @@ def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Pat
     ):
         with pytest.raises(UserError, match=says):
             shape_from_options(*options, None)
-    with pytest.raises(UserError, match="copy the folder"):
-        pack_run(run.out, Path(str(run.target)), tmp_path / "packed")
     needed = replace(run, out=tmp_path / "full", stage="text", tokens=10**12)
     with pytest.raises(UserError, match="name fewer with --tokens"):
         distill(needed, silent)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distill_files import pack
 from distill_files import target as target
 
 from outpace.core.errors import UserError
@@ -20,7 +21,6 @@ from outpace.distill.kinds.standalone import (
 )
 from outpace.distill.student import EMBEDDING
 from outpace.models.files.checkpoint import read_json
-from outpace.models.files.packed import pack
 from outpace.models.files.pairs import SHIPPED_FOLDER
 
 
@@ -48,7 +48,7 @@ def test_training_continues_from_a_draft_whole_or_packed(target: Path, tmp_path:
         value.data.add_(torch.randn_like(value), alpha=0.1)
     config = draft_config(read_json(target / "config.json"), shape)
     write_draft(tmp_path / "draft", student, config, target)
-    pack(tmp_path / "draft", target, tmp_path / "packed")
+    pack(tmp_path / "draft", tmp_path / "packed")
     for name in ("draft", "packed"):
         continued = shape_from_options("3", str(tmp_path / name), 0, str(target))
         assert continued == DraftShape("0,1", 40, tmp_path / name)

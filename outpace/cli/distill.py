@@ -1,4 +1,4 @@
-"""`outpace distill`: train a draft for a target on the target's own text; or write prompts, evaluate, pack, convert."""
+"""`outpace distill`: train a draft for a target on the target's own text; or write prompts, evaluate, convert."""
 
 from __future__ import annotations
 
@@ -104,21 +104,6 @@ class EvaluationFlags:
     runtime: str = flag("auto", "Runtime of both models in the evaluation: auto, llama, native or transformers.")
 
 
-@dataclass(frozen=True)
-class PackingFlags:
-    """Packing removes the parts of a draft that its target has too; packing and unpacking write to `--out`. Other
-    engines need the unpacked folder or a GGUF file."""
-
-    panel: ClassVar[str] = "Packing"
-    pack: str | None = flag(
-        None, "Store this run's draft without its target's embeddings; with --tasks, evaluate it first."
-    )
-    unpack: str | None = flag(None, "Give this packed draft its embeddings back, for transformers and other engines.")
-    gguf: Path | None = flag(
-        None, "Write the draft of --out (a run's folder, a draft, or shipped) to this GGUF file, for llama.cpp."
-    )
-
-
 CPU_ANSWERS, GPU_ANSWERS = 128, 1024  # written at once, at most; a GPU's memory may allow fewer
 CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU, many small steps learn more than a few large ones
 
@@ -129,37 +114,28 @@ def distill(
     shape: ShapeFlags,
     training: TrainingFlags,
     evaluation: EvaluationFlags,
-    packing: PackingFlags,
     target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model"),
     out: Path = flag(Path("distilled"), "Folder of the run; a run that stopped is continued."),
+    gguf: Path | None = flag(
+        None, "Write the draft of --out (a run's folder, a draft, or shipped) to this GGUF file, for llama.cpp."
+    ),
     device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ..."),
     seed: int = flag(0, SEED, panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
-    """Train a draft for a target on the target's own text; or write prompts, or evaluate, pack, unpack or convert a
-    draft."""
-    actions = (text.write_prompts, evaluation.evaluate, packing.pack, packing.unpack, packing.gguf)
+    """Train a draft for a target on the target's own text; or write prompts, or evaluate or convert a draft."""
+    actions = (text.write_prompts, evaluation.evaluate, gguf)
     if (named := len(actions) - actions.count(None)) > 1:
-        raise UserError("--write-prompts, --evaluate, --pack, --unpack and --gguf exclude one another, choose one")
+        raise UserError("--write-prompts, --evaluate and --gguf exclude one another, choose one")
     if text.begin and text.write_prompts is None:
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
         text = replace(text, stage="judge")  # evaluate only
-    if packing.unpack is not None:
-        from outpace.models.files.find import resolve
-        from outpace.models.files.packed import unpack
-
-        unpack(Path(packing.unpack), resolve(target), out)
-        display.say(f"unpacked: {out}")
-        return
     require("outpace distill", "torch")
-    if packing.gguf is not None:
-        _write_gguf(out, target, packing.gguf)
+    if gguf is not None:
+        _write_gguf(out, target, gguf)
         return
     options = _options(text, shape, training, evaluation, target, out, device, seed)
-    if packing.pack is not None:
-        _pack(Path(packing.pack), options, as_json)
-        return
     with sigterm_as_interrupt(), saying_what_is_kept(out):
         if text.write_prompts is None:
             _run(options, as_json)
@@ -176,19 +152,6 @@ def _write_prompts(count: int, options: DistillOptions, begins: tuple[str, ...])
     with ProgressDisplay() as progress:
         file = write_prompts(target, count, options.out, options.writer, options.device, progress.show, begins)
     display.say(f"written: {file}; read some of them, then train with --prompts {file}")
-
-
-def _pack(folder: Path, options: DistillOptions, as_json: bool) -> None:
-    """Pack the draft of a run; evaluate it first if there are tasks."""
-    from outpace.distill.run import pack_run
-    from outpace.models.files.find import resolve
-
-    if options.out.exists():
-        raise UserError(f"{options.out} already exists")
-    if options.tasks:
-        _run(replace(options, out=folder, stage="judge"), as_json)
-    pack_run(folder, resolve(options.target), options.out)
-    display.say(f"packed: {options.out}, {sum(file.stat().st_size for file in options.out.iterdir()) / 1e6:.1f} MB")
 
 
 def _write_gguf(run: Path, target: str | None, file: Path) -> None:

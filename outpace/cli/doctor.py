@@ -46,7 +46,7 @@ def doctor(
     as_json: bool = JSON,
     clean: bool = flag(
         False,
-        "Empty the cache folder: converted models, unpacked drafts and measurements of the planner, which are made"
+        "Empty the cache folder: converted models and measurements of the planner, which are made"
         " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
     ),
     unused_days: float | None = flag(None, "With --clean: remove only what was not used for this number of days."),

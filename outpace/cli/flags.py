@@ -208,6 +208,10 @@ def _option_name(given: str, own: Iterable[str]) -> str:
 
 def unknown_option(given: str, allowed: Iterable[str]) -> UserError:
     """Return the error for an option that a command does not have, with the nearest one that it has."""
+    from outpace.core.registry import REMOVED_NAMES
+
+    if instead := REMOVED_NAMES.get(("flags", given)):
+        return UserError(f"{given} was removed: {instead}")
     near = difflib.get_close_matches(given, sorted(allowed), n=1, cutoff=0.7)
     lists = "--help-all lists the options of a command, `outpace methods NAME` those of a method"
     return UserError(f"unknown option {given}; {f'did you mean {near[0]}?' if near else lists}")

@@ -13,8 +13,7 @@ from outpace.core.errors import UserError
 from outpace.core.types import Drafter
 from outpace.decoders.card import Card
 from outpace.drafters import build_drafter, drafter_modules
-from outpace.models.files.find import locate, shipped_model
-from outpace.models.files.packed import is_packed
+from outpace.models.files.find import is_packed, locate, shipped_model
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.load import Progress, open_draft, silent
 from outpace.models.options import LoadOptions
@@ -26,7 +25,7 @@ def load_own_draft(name: str | None, options: LoadOptions, progress: Progress = 
     target = shipped_model().stem if name is None else ""
     spec = name if name is not None else shipped_draft(target)
     if name is not None and is_packed(Path(name)):
-        raise UserError(f"the draft {name} is packed: make it whole by `outpace distill --unpack`")
+        raise UserError(f"the draft {name} has the embeddings of its target, whose files are not here: name another")
     return open_draft(spec, target, partial(locate, None), options.of_draft(None, None), progress=progress)
 
 

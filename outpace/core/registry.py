@@ -35,8 +35,10 @@ _DRAFTS = {  # by a rule's traits siblings and several_draws
     (Siblings.WITHOUT_REPLACEMENT, True): "children drawn from q without replacement, or picked drafts",
 }
 _CALLED = {"decoders": "method", "drafters": "drafter", "rules": "rule"}
-_REMOVED = {  # for one release: what to use instead
-    ("drafters", "recycle"): "suffix or ngram, which gain more on each measured kind of text",
+REMOVED_NAMES = {  # for one release: what to do instead
+    ("drafters", "recycle"): "use suffix or ngram, which gain more on each measured kind of text",
+    ("flags", "--pack"): "leave it out, a draft is stored whole",
+    ("flags", "--unpack"): "name the packed draft, whose embeddings are read from its target, or write it by --gguf",
 }
 _DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
 
@@ -99,8 +101,8 @@ def _module(kind: str, name: str) -> ModuleType:
                 raise UserError(fault)
             return importlib.import_module(point.module)
     if name not in names(kind):
-        if instead := _REMOVED.get((kind, name)):
-            raise UserError(f"{_CALLED[kind]} {name!r} was removed: use {instead}")
+        if instead := REMOVED_NAMES.get((kind, name)):
+            raise UserError(f"{_CALLED[kind]} {name!r} was removed: {instead}")
         raise unknown(_CALLED[kind], name, names(kind))
     return importlib.import_module(f"outpace.{kind}.{name}")
 

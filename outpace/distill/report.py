@@ -35,8 +35,7 @@ as a draft, which does not change the target's text.
 
     outpace generate --target TARGET --draft THIS_FOLDER ...
 
-As `assistant_model` of transformers it loads as it is, unless its config.json says `"embedding": "target"`: then
-`outpace distill --unpack THIS_FOLDER --target TARGET --out WHOLE` writes the folder that does.
+transformers loads it as `assistant_model`.
 
 ## Attribution
 

@@ -29,12 +29,10 @@ from outpace.distill.train import CURVE, Trainer, check_state, operations_per_se
 from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
 from outpace.models.files.cache import new_file
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder, open_source, resolve
+from outpace.models.files.find import is_packed, open_folder, open_source, resolve
 from outpace.models.files.gguf.tokenizer_fields import read_fields
 from outpace.models.files.gguf.writer import TABLE_KIND, write_file
-from outpace.models.files.packed import complete_draft, is_packed, pack
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.files.reading import read_json
 from outpace.models.heads.load import kind_of_head
 from outpace.models.heads.steering import FILE as STEERING
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
@@ -305,18 +303,9 @@ def write_gguf(run: Path, target: Path, file: Path) -> None:
         raise UserError(f"{run} holds no draft: --out must be the folder of a run or of a draft")
     if kind_of_head(draft) is not None:
         raise UserError(f"{draft} is a head, which llama.cpp cannot run as a draft model")
-    whole = complete_draft(draft, target) if is_packed(draft) else draft
-    with open_source(target) as source:
-        if differs := tokenizer_of(source).tokens_differ(Tokenizer.from_folder(whole)):
+    with open_source(target) as source, open_folder(draft, target) as checkpoint:
+        if differs := tokenizer_of(source).tokens_differ(tokenizer_of(checkpoint)):
             raise UserError(f"the draft {draft} does not fit the target {target}: {differs}")
-    rows = int(read_json(whole / "config.json")["vocab_size"])
-    fields = read_fields(target if target.is_file() else whole, rows)
-    write_file(whole, TABLE_KIND, file, {"general.name": draft.resolve().name} | fields)
-
-
-def pack_run(run: Path, target: Path, out: Path) -> None:
-    """Pack a run's draft with its card, plot, figures and learning curve; `run` may also be a draft's own folder."""
-    draft = run / DRAFT if (run / DRAFT).is_dir() else run
-    if kind_of_head(draft) is not None:
-        raise UserError(f"{draft} is a head, which has no embeddings to leave out: copy the folder")
-    pack(draft, target, out, [run / name for name in (EVALUATION, PLOT, f"{TRAINING}/{CURVE}")])
+        tokenizer_files = target if target.is_file() or is_packed(draft) else draft
+        fields = read_fields(tokenizer_files, int(checkpoint.config["vocab_size"]))
+        write_file(checkpoint, TABLE_KIND, file, {"general.name": draft.resolve().name} | fields)

@@ -13,8 +13,7 @@ from outpace.core.errors import UserError
 from outpace.models import runtimes
 from outpace.models.devices import GIB, check_options, host_bytes
 from outpace.models.files.cache import weights_digest
-from outpace.models.files.find import locate, open_source
-from outpace.models.files.packed import complete_draft, is_packed
+from outpace.models.files.find import is_packed, locate, open_source
 from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
 from outpace.models.heads.config import DRAFTERS, fields_of, head_kind, holds_mtp
@@ -152,15 +151,15 @@ def open_draft(
 ) -> Loaded:
     """Load a draft model of its own for a target, given its name and `files`; the target may still be loading."""
     options = replace(options, is_draft=True)
-    if not isinstance(spec, str | os.PathLike) or not is_packed(Path(spec)):
-        return load_model(spec, options, tokenizer=tokenizer, progress=progress)
-    if files is None:
-        raise UserError(
-            f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: make"
-            " the draft whole with the target's files by `outpace distill --unpack`"
-        )
-    whole = complete_draft(Path(spec).expanduser(), files(), progress=progress)
-    return replace(load_model(whole, options, tokenizer=tokenizer, progress=progress), name=str(spec))
+    if isinstance(spec, str | os.PathLike) and is_packed(Path(spec)):
+        if files is None:
+            raise UserError(
+                f"the draft {spec} has the embeddings of its target, and {target} is an object of this process: name"
+                " the target's files, or another draft"
+            )
+        runtime = AUTO if options.runtime == "transformers" else options.runtime  # which reads no other model's files
+        options = replace(options, runtime=runtime, target_files=files())
+    return load_model(spec, options, tokenizer=tokenizer, progress=progress)
 
 
 def check_files(models: Sequence[tuple[Any, LoadOptions]], same_tokens: bool, free: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core.arrays import to_python
@@ -58,7 +59,8 @@ class LoadOptions:
     these only, as in "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the
     native kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager"
     runs the same passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the
-    model only proposes, so four bits change no text: by the native kernels, "auto" is "int4".
+    model only proposes, so four bits change no text: by the native kernels, "auto" is "int4". `target_files`: folder or
+    .gguf file of the target whose embeddings a packed draft uses.
     """
 
     device: str = "cpu"
@@ -74,6 +76,7 @@ class LoadOptions:
     tp_plan: str | None = None
     pp_plan: str | None = None
     is_draft: bool = False
+    target_files: Path | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

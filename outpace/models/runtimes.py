@@ -124,6 +124,8 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
     try:  # our runtimes run no code from the model's files, even if it is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
     except UnsupportedModel as unavailable_reason:
+        if options.target_files is not None:  # transformers reads no other model's files
+            raise
         require(f"{unavailable_reason}; the runtime transformers, which may run it,", *TRANSFORMERS)
         reason = unavailable_reason
     try:
@@ -218,7 +220,7 @@ def _read(
     from outpace.models.text.tokenizer import tokenizer_of
 
     path = (resolve if formats is None else locate)(None if spec is None else str(spec), progress=progress)
-    with open_source(path) as source:
+    with open_source(path, options.target_files) as source:
         config = source.read_config()
         head_ids = read_draft_vocab(path, source.config)
         tokenizer = cache(partial(tokenizer_of, source))

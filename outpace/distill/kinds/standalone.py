@@ -18,7 +18,6 @@ from outpace.distill.vocabulary import read_vocab_ids, save_vocab_ids
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder, shipped_model
-from outpace.models.files.packed import TOKENIZER_FILES
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.files.reading import write_json
 from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
@@ -28,6 +27,10 @@ from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, ten
 from outpace.models.llama.weight_sources import parse_layers, source_of
 
 LAYERS, SHIPPED = "layers", "shipped"  # values of `init`
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "added_tokens.json"),
+)
 WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layers, see docs/log.md
 
 

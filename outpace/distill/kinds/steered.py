@@ -19,13 +19,12 @@ from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch
 from outpace.distill.kinds import standalone
 from outpace.distill.kinds.speculators_files import DIGESTS, default_head_taps
-from outpace.distill.kinds.standalone import LAYERS, SHIPPED, DraftShape, draft_config, target_config
+from outpace.distill.kinds.standalone import LAYERS, SHIPPED, TOKENIZER_FILES, DraftShape, draft_config, target_config
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import Student
 from outpace.distill.taps import TAPS, tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_index
-from outpace.models.files.packed import TOKENIZER_FILES
 from outpace.models.heads.steering import DELTA, EPS, FC, FILE, NORM, NORM_BIAS, open_steering, steering_shapes
 from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict

@@ -1,7 +1,6 @@
 """Locates the cache folder, writes files whole or not at all, and lists and removes what outpace created there.
 
     NAME-<hash>-v4/            a model converted from a .gguf file, for runtimes other than the native one
-    drafts/<hash>-v2/          a packed draft completed with its target's embeddings
     gguf/NAME-<hash>-Q.gguf    a model written for llama.cpp
     profiles/<hash>.json       the planner's measurements of a model pair
     tables/NAME-<hash>.tables  tables that `outpace tune --corpus` made for a drafter
@@ -19,7 +18,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,20 +27,16 @@ from typing import NamedTuple
 from outpace.core.errors import UserError
 from outpace.core.lazy import lazy_sha256
 
-DRAFTS = "drafts"
-MODEL, DRAFT, LLAMA_CPP, PROFILE = "model", "draft", "model for llama.cpp", "profile"
+MODEL, LLAMA_CPP, PROFILE = "model", "model for llama.cpp", "profile"  # of these, only a model is a folder
 TABLES = "tables of a drafter"
 LEFTOVER = "left by an earlier program"
 HEX = "[0-9a-f]"
 ENTRY_PATTERNS = {  # by folder: the kind of its entries, and the pattern of their names
     "": (MODEL, rf".+-{HEX}{{16}}-v\d+"),
-    DRAFTS: (DRAFT, rf"{HEX}{{16}}-v\d+"),
     "gguf": (LLAMA_CPP, rf".+-{HEX}{{16}}-\w+\.gguf"),
     "profiles": (PROFILE, rf"{HEX}{{24}}\.json"),
     "tables": (TABLES, rf"\w+-{HEX}{{16}}\.tables"),
 }
-FOLDERS = (MODEL, DRAFT)  # all other kinds are files
-UNUSED_SECONDS = 30 * 24 * 3600.0
 ENDS_READ = 2**20  # bytes hashed at each end of a file
 
 
@@ -264,19 +258,6 @@ def make_once(
     return True
 
 
-def mark_used(path: Path) -> None:
-    """Update the entry's time of last use, which `remove_unused` reads."""
-    with suppress(OSError):  # a read-only cache is never cleaned either
-        os.utime(path)
-
-
-def remove_unused(cache: Path) -> list[CacheEntry]:
-    """Remove completed drafts unused for thirty days."""
-    now = time.time()
-    stale = [entry for entry in list_entries(cache) if entry.kind == DRAFT and now - entry.used > UNUSED_SECONDS]
-    return [entry for entry in stale if remove_entry(entry) is None]
-
-
 def list_entries(cache: Path) -> list[CacheEntry]:
     """List the entries that outpace created, largest first."""
     found = [_entry(path, kind) for path, kind in _own_paths(cache)]
@@ -322,7 +303,7 @@ def _own_paths(cache: Path) -> Iterator[tuple[Path, str]]:
     """Yield paths and kinds of entries. Links and folders that contain folders are not entries."""
     for place, (kind, pattern) in ENTRY_PATTERNS.items():
         for path in _list_folder(cache / place):
-            if re.fullmatch(pattern, path.name) and path.is_dir() == (kind in FOLDERS) and _is_flat(path):
+            if re.fullmatch(pattern, path.name) and path.is_dir() == (kind == MODEL) and _is_flat(path):
                 yield path, kind
             elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
                 yield path, LEFTOVER

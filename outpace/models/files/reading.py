@@ -132,6 +132,10 @@ class RawTensor(NamedTuple):
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
         return cls(kind, ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
 
+    def to(self, kind: str) -> RawTensor:
+        """Return the tensor in this type, rounded if it was in another one."""
+        return self if kind == self.kind else RawTensor.of(self.float32(), kind)
+
     def is_finite(self) -> bool:
         if self.kind == "BF16":
             return not ((self.values & 0x7F80) == 0x7F80).any()

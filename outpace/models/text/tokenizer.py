@@ -416,7 +416,7 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     Memory used while building a large vocabulary, about 100 MB, is returned to the system.
     """
     if isinstance(source, Checkpoint):
-        return Tokenizer.from_folder(source.path)
+        return tokenizer_of(source.target) if source.target is not None else Tokenizer.from_folder(source.path)
     built = source.tokenizer
     templates, ends = named_templates(built.settings.get("chat_template")), built.special_ids.get("eos_token_id", [])
     stops = ends if isinstance(ends, list) else [ends]

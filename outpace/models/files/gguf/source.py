@@ -30,7 +30,7 @@ from outpace.models.options import Progress, silent
 FORMAT_VERSION = 4  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-PIECE_VALUES = 2**22  # values dequantised at once; numpy needs several times their memory
+PIECE_VALUES = 2**18  # values dequantised at once: numpy's several copies of them stay in a processor's cache
 
 
 class GgufSource(AbstractContextManager["GgufSource"]):
@@ -112,9 +112,14 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     def raw(self, name: str) -> RawTensor:
         """Return one tensor in its `float_type`; UserError if it does not exist or is not finite."""
-        pieces = list(self.pieces(name))
+        return self.rounded(name, self.float_type(name))
+
+    def rounded(self, name: str, kind: str) -> RawTensor:
+        """Return one tensor rounded to a type in DTYPES. Raises as `raw`."""
+        own = self.float_type(name)
+        pieces = [RawTensor(own, piece).to(kind).values for piece in self.pieces(name)]
         values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return RawTensor(self.float_type(name), values.reshape(self.shape(name)))
+        return RawTensor(kind, values.reshape(self.shape(name)))
 
     def array(self, name: str) -> np.ndarray:
         """Return one tensor as float32. Raises as `raw`."""

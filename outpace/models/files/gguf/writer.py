@@ -46,7 +46,8 @@ def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
     if not file.is_file():
         with exclusive_lock(file):
             if not file.is_file():
-                write_file(folder, kind, file)
+                with Checkpoint.open(folder) as checkpoint:
+                    write_file(checkpoint, kind, file)
     return file
 
 
@@ -61,15 +62,14 @@ def main_kind(file: Path) -> str:
     return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
 
 
-def write_file(folder: Path, kind: str, file: Path, fields: Mapping[str, Any] | None = None) -> None:
-    """Write a model folder as a GGUF file, atomically: it gets its name once it is complete.
+def write_file(checkpoint: Checkpoint, kind: str, file: Path, fields: Mapping[str, Any] | None = None) -> None:
+    """Write an open model folder as a GGUF file, atomically: it gets its name once it is complete.
 
     `fields`: the file's name and tokenizer; None: no vocabulary. UserError as `gguf_file`.
     """
-    with Checkpoint.open(folder) as checkpoint:
-        architecture = _architecture(checkpoint)
-        with new_file(file) as part:
-            _write(checkpoint, architecture, kind, part, fields or {f"{PREFIX}ggml.model": "no_vocab"})
+    architecture = _architecture(checkpoint)
+    with new_file(file) as part:
+        _write(checkpoint, architecture, kind, part, fields or {f"{PREFIX}ggml.model": "no_vocab"})
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
