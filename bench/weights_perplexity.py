@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from outpace.models.base import chain
-from outpace.models.llama.config.footprint import ENTRY_BYTES
+from outpace.models.llama.config.llama_config import ENTRY_BYTES
 from outpace.models.load import load_model
 from outpace.models.runtimes import Loaded
 

@@ -18,8 +18,7 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
-from outpace.models.llama.config.footprint import ENTRY_BYTES
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.config.llama_config import ENTRY_BYTES, LlamaConfig, from_dict
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama

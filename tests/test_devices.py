@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from outpace.core.errors import UserError
 from outpace.distill.train import has_fast_bfloat16
 from outpace.engine.build import choose_method
 from outpace.models import devices, runtimes
+from outpace.models.files.find import open_source
 from outpace.models.load import Loaded, load_model
 from outpace.models.options import LoadOptions
 
@@ -86,12 +88,13 @@ def test_a_second_device_is_checked_before_the_target_is_loaded(
         outpace.load(folder, folder, device="cuda", draft_device="cuda:1")
 
 
-def test_weights_that_do_not_fit_are_refused(one_gpu: None) -> None:
+def test_weights_that_do_not_fit_on_a_gpu_are_refused(one_gpu: None, tmp_path: Path) -> None:
     options = LoadOptions(device="cuda", dtype="float16")
-    devices.check_memory({"weight": (500, 10**6)}, options)
-    with pytest.raises(UserError, match=r"need 1\.2 GiB in float16, cuda has 1\.0 GiB free: a model of at most 0\.5"):
-        devices.check_memory({"weight": (600, 10**6)}, options)
-    devices.check_memory({"weight": (600, 10**9)}, LoadOptions())
+    with open_source(model_folder(tmp_path)) as source:
+        config = source.read_config()
+        devices.check_memory(source, config, options, None)
+        with pytest.raises(UserError, match=r"needs about 1\.\d GiB of memory, and 1\.0 are free"):
+            devices.check_memory(source, replace(config, vocab_size=10_000_000), options, None)
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,12 @@ def test_a_size_below_the_models_own_is_refused(folder: Path, monkeypatch: pytes
 def test_the_sizes_that_fit_into_memory_are_named_before_anything_is_loaded(
     folder: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "available_bytes", lambda: 30 << 20)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 30 << 20)
     monkeypatch.setattr(inflation, "inflated_source", lambda *_: pytest.fail("it began to load"))
     for size in ("32B", "70B"):
-        with pytest.raises(UserError, match=r"needs .* GiB of memory .*; inflate 1B and 3B( and 8B)? would fit"):
+        with pytest.raises(UserError, match=r"needs .* GiB of memory.*; inflate 1B and 3B( and 8B)? would fit"):
             load_model(folder, inflate=size, runtime=runtime)
-    monkeypatch.setattr(devices, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(devices, "free_bytes", lambda device: 1 << 20)
     with pytest.raises(UserError, match=r"; no size of inflate would fit"):
         load_model(folder, inflate="70B", runtime=runtime)
 

@@ -17,8 +17,7 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.base import chain
-from outpace.models.llama.config.footprint import ENTRY_BYTES, token_bytes
-from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import ENTRY_BYTES, LlamaConfig
 from outpace.models.llama.torch.session import KVFormat
 from outpace.models.load import load_model
 from outpace.models.options import LoadOptions
@@ -74,7 +73,7 @@ def test_fewer_bits_change_the_logits_a_little(folder: Path, runtime: str) -> No
 def test_a_session_takes_the_bytes_that_it_reports(folder: Path, runtime: str, kv_dtype: str) -> None:
     model = load_model(folder, kv_dtype=kv_dtype, **LOADED[runtime]).model
     config: LlamaConfig = model.config
-    assert model.token_bytes == token_bytes(config, kv_dtype)
+    assert model.token_bytes == config.token_bytes(kv_dtype)
     session = model.open(model.max_positions, 64)
     session.reserve(128)
     if runtime == "llama":

@@ -12,13 +12,12 @@ from threading import Event
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.core.machine import available_bytes
 from outpace.engine.build import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
 from outpace.models.heads.load import target_of_head
-from outpace.models.load import Progress, check_files, find_head, fit_draft, load_draft, load_model, open_draft, silent
+from outpace.models.load import Progress, check_tokens, find_head, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 
@@ -52,7 +51,7 @@ def load_pair(
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):
         check_pair(options, None if draft is None or isinstance(draft, Loaded) else build.draft_device)
-        with _checked_early((target, options), (draft, draft_options), build.needs_same_tokens, progress) as checked:
+        with _checked_early(target, draft, build.needs_same_tokens, progress) as checked:
             target = load_model(target, options, tokenizer=tokenizer, progress=checked)
     if draft is not None and not isinstance(draft, Loaded):
         same_tokens = build.needs_same_tokens
@@ -61,16 +60,14 @@ def load_pair(
 
 
 @contextmanager
-def _checked_early(
-    target: tuple[Any, LoadOptions], draft: tuple[Any, LoadOptions], same_tokens: bool, progress: Progress
-) -> Iterator[Progress]:
-    """Check the files of a pair in another thread while the target loads; the progress function that is yielded raises
-    UserError as soon as the pair is known not to fit."""
-    if not all(_is_local_model(spec) for spec, _ in (target, draft)):
+def _checked_early(target: Any, draft: Any, same_tokens: bool, progress: Progress) -> Iterator[Progress]:
+    """Compare the tokens of a pair's files in another thread while the target loads; the progress function that is
+    yielded raises UserError as soon as they are known to differ."""
+    if not (same_tokens and _is_local_model(target) and _is_local_model(draft)):
         yield progress
         return
     pool = ThreadPoolExecutor(1)
-    reason = pool.submit(check_files, (target, draft), same_tokens, available_bytes())
+    reason = pool.submit(check_tokens, target, draft)
 
     def checked(stage: str, fraction: float) -> None:
         if reason.done() and (message := reason.result()):

@@ -5,23 +5,18 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError, require
-from outpace.core.kernels import kernels
-from outpace.core.lazy import num_cores, torch
-from outpace.core.machine import available_bytes, free_bytes
-from outpace.models.llama.config.footprint import StoredSize, float_bytes, has_blocks, native_bytes, token_bytes
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.llama.native.binding import read_formats
-from outpace.models.llama.weight_sources import source_of
-from outpace.models.options import AUTO, CUDA, FILE, FLOATS, INT4, INT8, NATIVE_KV, OFF, LoadOptions, has_bfloat16
+from outpace.core.lazy import torch
+from outpace.core.machine import free_bytes
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.weight_sources import FLOATS, source_of
+from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
-OVERHEAD = 1.05  # factor for libraries, and for preparing one tensor at a time
-LEAST = 256  # tokens of keys and values that must fit next to the weights
-FEWEST = 0.1  # smallest model, in billions of weights, that an error suggests
+INT8_BYTES = 34 / 32  # per weight: a byte, and a half-precision scale for 32 of them
+INT4_BYTES = 20 / 32  # per weight: half a byte, and a scale and a minimum for 32 of them
 
 
 def check_device(device: str) -> None:
@@ -97,92 +92,32 @@ def check_pair(options: LoadOptions, draft_device: str | None) -> None:
         check_device(draft_device)
 
 
-def check_memory(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) -> None:
-    """Raise UserError if a model's weights do not fit in the free memory of its GPU."""
-    if not options.is_on_cuda:
+def check_memory(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> None:
+    """Raise UserError if a model's weights do not fit in the free memory of its device.
+
+    `source`: where they are read from. `formats`: a file's formats that the native kernels read; None: torch runs it.
+    """
+    if not (options.is_on_cpu or options.is_on_cuda):
         return
-    free = free_bytes(options.device)
-    needed = int(OVERHEAD * torch_bytes(shapes, options))
+    needed, free = _weight_bytes(source, config, options, formats), free_bytes(options.device)
     if needed > free:
-        fitting = sum(map(math.prod, shapes.values())) * free / needed
-        name = str(options.torch_dtype).removeprefix("torch.")
-        raise UserError(
-            f"the weights need {needed / GIB:.1f} GiB in {name}, "
-            f"{options.device} has {free / GIB:.1f} GiB free: a model of at most {fitting / 1e9:.1f} billion weights"
-            " fits"
-        )
+        needs = f"{source.path} needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} are free"
+        raise UserError(f"{needs}: choose a smaller model or dtype, or make some of it free")
 
 
-def torch_bytes(shapes: Mapping[str, tuple[int, ...]], options: LoadOptions) -> int:
-    """Return the bytes of a model's weights in torch.
-
-    In float32 a norm is folded into the output layer, which is therefore a copy of the embedding even if it is tied.
-    """
-    count = sum(map(math.prod, shapes.values()))
-    if "lm_head.weight" not in shapes and options.torch_dtype == torch.float32:
-        count += math.prod(shapes.get("model.embed_tokens.weight", (0,)))
-    return count * options.torch_dtype.itemsize
-
-
-def check_host(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> None:
-    """Raise UserError if a model on a CPU does not fit in the free memory, with keys and values for a short text.
-
-    `source`: where its weights are read from. `formats`: a file's formats that the native kernels read; None: torch
-    runs it.
-    """
-    if not options.is_on_cpu:
-        return
-    free, text = available_bytes(), _text_bytes(config, options, formats)
-    chosen, choices = _weight_bytes(source, config, options, formats)
-    needed = choices[chosen] + text
-    if needed <= free:
-        return
-    fitting = [f"dtype {name} needs {(size + text) / GIB:.1f}" for name, size in choices.items() if size + text <= free]
-    weights = sum(map(math.prod, tensor_shapes(config).values()))
-    most = weights * (free - text) / min(choices.values()) / 1e9
-    smaller = f"a model of at most {most:.1f} billion weights fits so" if most >= FEWEST else "make some of it free"
-    what = f"{needed / GIB:.1f} GiB of memory with dtype {chosen} and keys and values for {LEAST} tokens"
-    raise UserError(f"{source.path} needs {what}, and {free / GIB:.1f} are free: {' and '.join(fitting) or smaller}")
-
-
-def host_bytes(source: Any, options: LoadOptions) -> int:
-    """Return the bytes that a model on a CPU needs at least: its weights, and keys and values for a short text."""
-    config, is_by_torch = from_dict(source.config), options.dtype in FLOATS or options.has_graphs
-    formats = None if is_by_torch else read_formats(kernels)
-    chosen, choices = _weight_bytes(source, config, options, formats)
-    return choices[chosen] + _text_bytes(config, options, formats)
-
-
-def _text_bytes(config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> int:
-    return LEAST * token_bytes(config, options.kv_dtype_or("float32" if formats is None else NATIVE_KV))
-
-
-def _weight_bytes(
-    source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None
-) -> tuple[str, dict[str, int]]:
-    """Return the format that the options choose, and the bytes in it and in every smaller format."""
-    shapes = tensor_shapes(config)
-    layers = [layer % source.config["num_hidden_layers"] for layer in range(config.num_layers)]
-
-    def stored(name: str) -> StoredSize:
-        """Return the size of a weight, which may be wider than in the file."""
-        of_file = source_of(name, layers)
-        size: StoredSize = source.held(of_file)
-        return size._replace(bytes=size.bytes * math.prod(shapes[name]) // math.prod(source.shape(of_file)))
-
-    readable = read_formats(kernels) if formats is None else formats
-    sizes = {INT8: native_bytes(shapes, stored, readable, False)}
+def _weight_bytes(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> int:
+    """Estimate the bytes of a model's weights from their shapes and, for the kernels, their formats in the file."""
+    shapes, total = tensor_shapes(config), 0.0
     if formats is None:
-        name = "float32" if options.dtype == AUTO else options.dtype
-        sizes[name] = float_bytes(shapes, 4 if name == "float32" else 2)
-        return name, sizes
-    kept = native_bytes(shapes, stored, formats, True)
-    small = native_bytes(shapes, stored, formats, True, in_four=True, threads=min(num_cores(), config.num_layers))
-    if options.dtype == INT4:
-        return INT4, {INT4: small}
-    if small < min(kept, sizes[INT8]):
-        sizes[INT4] = small
-    keeps = any(len(shape) > 1 and has_blocks(stored(name).kind, formats) for name, shape in shapes.items())
-    if options.dtype == FILE or (options.dtype == AUTO and keeps):
-        return FILE, {FILE: kept} | (sizes if sizes[INT8] < kept else {})
-    return INT8, sizes | ({FILE: kept} if kept < sizes[INT8] else {})
+        return sum(map(math.prod, shapes.values())) * options.torch_dtype.itemsize
+    layers = [layer % source.config["num_hidden_layers"] for layer in range(config.num_layers)]
+    for name, shape in shapes.items():
+        count, of_file = math.prod(shape), source_of(name, layers)
+        kind, size = source.held(of_file)
+        if len(shape) < 2:
+            total += 4 * count
+        elif kind in formats and kind not in FLOATS and options.dtype != INT8:
+            total += size * count / math.prod(source.shape(of_file))
+        else:
+            total += count * (INT4_BYTES if options.dtype == INT4 and ".layers." in name else INT8_BYTES)
+    return int(total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models import runtimes
-from outpace.models.devices import GIB, check_options, host_bytes
+from outpace.models.devices import GIB, check_options
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import is_packed, locate, open_source
 from outpace.models.files.pairs import find_draft, sibling
@@ -162,30 +162,19 @@ def open_draft(
     return load_model(spec, options, tokenizer=tokenizer, progress=progress)
 
 
-def check_files(models: Sequence[tuple[Any, LoadOptions]], same_tokens: bool, free: int) -> str | None:
-    """Return why a target and its draft cannot be loaded together, as far as the headers of their files show.
-
-    `free`: bytes of free memory. Returns None for names that are not local files, and where loading will fail or choose
-    another runtime.
-    """
-    (target, target_options), (draft, draft_options) = models
+def check_tokens(target: Any, draft: Any) -> str | None:
+    """Return why a draft's tokens are not its target's, as far as the headers of local files show; None where loading
+    will fail or choose another runtime."""
     if find_head(draft) is not None:  # whose fit its loader checks
         return None
     try:
         with open_source(locate(target)) as large, open_source(locate(draft)) as small:
-            differs = first_difference(large.vocabulary(), small.vocabulary()) if same_tokens else None
+            differs = first_difference(large.vocabulary(), small.vocabulary())
             if differs and type(large) is not type(small):  # other formats may spell the same token in another way
                 differs = tokenizer_of(large).tokens_differ(tokenizer_of(small))
-            if differs:
-                return misfit(target, draft, differs)
-            sizes = host_bytes(large, target_options), host_bytes(small, draft_options)
     except UserError:
         return None
-    if sum(sizes) <= free or max(sizes) > free:
-        return None
-    needs = " and ".join(f"{size / GIB:.1f}" for size in sizes)
-    what = f"{target} and the draft {draft} need {needs} GiB of memory, and {free / GIB:.1f} are free"
-    return f"{what}: choose a smaller draft, or none"
+    return misfit(target, draft, differs) if differs else None
 
 
 def check_chat_template(target: str | None) -> None:

@@ -19,10 +19,10 @@ from outpace.core.errors import UserError, require, unknown
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel, runtime_name
-from outpace.models.devices import check_host, check_memory
+from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.checkpoint import UnsupportedFiles
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
@@ -269,8 +269,7 @@ def _staged(
     from outpace.models.files.cache import weights_digest
 
     def check_fit(stage: LlamaConfig) -> None:
-        check_memory(tensor_shapes(stage), options)
-        check_host(source, stage, options, formats)
+        check_memory(source, stage, options, formats)
 
     shared = ("dtype", "exact", "kv_dtype", "pp_plan", "inflate", "layers")
     identity: dict[str, Any] = {"outpace": version("outpace"), "arithmetic of the kernels": kernels.ARITHMETIC}
@@ -292,8 +291,7 @@ def _check_fit(
 ) -> None:
     """Raise UserError if a model does not fit into memory; for an inflated one it names the sizes that do."""
     try:
-        check_memory(tensor_shapes(config), options)
-        check_host(source, config, options, formats)
+        check_memory(source, config, options, formats)
     except UserError as error:
         if options.inflate is None:
             raise

@@ -27,9 +27,8 @@ from outpace.models.files.reading import (
 )
 from outpace.models.files.tokenizer_folder import read_templates
 from outpace.models.llama.config.families import FAMILIES, ties_embeddings
-from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.llama.weight_sources import StoredMatrix
+from outpace.models.llama.weight_sources import FLOATS, StoredMatrix, StoredSize
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MEDUSA = "medusa_lm_head.safetensors"  # Medusa's heads

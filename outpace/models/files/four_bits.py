@@ -26,8 +26,7 @@ from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
 from outpace.models.files.checkpoint import ORIGINAL, OTHER_RUNTIME, Checkpoint, UnsupportedFiles
 from outpace.models.files.reading import RawTensor, read_optional_json
-from outpace.models.llama.config.footprint import StoredSize
-from outpace.models.llama.weight_sources import StoredMatrix
+from outpace.models.llama.weight_sources import StoredMatrix, StoredSize
 
 GPTQ, GPTQ_V2, AWQ = "gptq", "gptq_v2", "awq"
 WHOLE_ROW = -1

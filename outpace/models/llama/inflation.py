@@ -18,9 +18,8 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.core.kernels import kernels
 from outpace.core.lazy import torch
-from outpace.models.llama.config.footprint import FLOATS
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.weight_sources import PREFIX, StoredMatrix, WeightSource
+from outpace.models.llama.weight_sources import FLOATS, PREFIX, StoredMatrix, WeightSource
 from outpace.models.options import SHAPES, Shape
 
 

@@ -19,6 +19,14 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 
 PREFIX = "model.layers."
 WeightSource = Callable[[str], Any]
+FLOATS = ("F32", "F16", "BF16")  # a file's formats without blocks
+
+
+class StoredSize(NamedTuple):
+    """The format and size in bytes of a tensor in its file."""
+
+    kind: str
+    bytes: int
 
 
 class BlockFormat(NamedTuple):

@@ -22,9 +22,8 @@ from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import COMMON_TYPES, TensorEntry, ggml_type, open_gguf_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.reading import DTYPES, RawTensor, write_json, write_safetensors
-from outpace.models.llama.config.footprint import FLOATS, StoredSize
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.weight_sources import StoredMatrix
+from outpace.models.llama.weight_sources import FLOATS, StoredMatrix, StoredSize
 from outpace.models.options import Progress, silent
 
 FORMAT_VERSION = 4  # part of the folder's name: raise it when the output changes

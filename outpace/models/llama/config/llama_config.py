@@ -24,6 +24,8 @@ from outpace.models.llama.config.families import (
 from outpace.models.llama.config.fields import ReadFields, flag, number, size, unsupported_field
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
+ENTRY_BYTES = {"float32": 4, "float16": 2, "int8": 1}  # of keys and values
+SCALED = 32  # int8 entries of a head that share a scale in bfloat16
 # Fields that change the arithmetic, with the values that are supported because they change nothing.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
@@ -107,6 +109,11 @@ class LlamaConfig:
         """Number of entries of a token's keys and values, all layers together."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    def token_bytes(self, kv_dtype: str) -> int:
+        """Return the bytes of keys and values per token, all layers together."""
+        scales = 2 * num_scales(self.head_dim) if kv_dtype == "int8" else 0
+        return self.kv_entries // self.head_dim * (self.head_dim * ENTRY_BYTES[kv_dtype] + scales)
+
     def window(self, layer: int) -> int | None:
         """Return how many tokens a layer sees, the node itself included; None: all."""
         return self.windows[layer] if self.windows else None
@@ -169,6 +176,15 @@ def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> Llama
         local_layers=read_local_layers(model_type, fields, num_layers),
         **family.constants(fields),
     )
+
+
+def num_scales(head_dim: int) -> int:
+    """Return the number of scales of one head's key, or value, in int8.
+
+    KIVI (arXiv:2402.02750) scales values by token and keys by channel; by token for both, appended text does not change
+    what is stored, and the Q8_0 cache of llama.cpp does the same.
+    """
+    return -(-head_dim // SCALED)
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

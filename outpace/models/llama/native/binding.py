@@ -7,8 +7,7 @@ from typing import Any
 
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.lazy import num_cores
-from outpace.models.llama.config.footprint import ENTRY_BYTES
-from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import ENTRY_BYTES, LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
 WEIGHTS = (INT8, INT4, FILE, AUTO)

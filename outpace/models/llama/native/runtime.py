@@ -21,7 +21,6 @@ from outpace.core.lazy import num_cores
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
 from outpace.models.base import Capability, Model, Part, Session, check_forest
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.footprint import token_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
@@ -248,7 +247,7 @@ class NativeLlama(Model):
 
     @property
     def token_bytes(self) -> int:
-        return token_bytes(self.config, self.kv_dtype)
+        return self.config.token_bytes(self.kv_dtype)
 
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""

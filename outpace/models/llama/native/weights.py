@@ -18,9 +18,8 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.llama.config import gemma
 from outpace.models.llama.config.draft_vocab import checked_ids
-from outpace.models.llama.config.footprint import FLOATS
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.weight_sources import Q4_1, StoredMatrix
+from outpace.models.llama.weight_sources import FLOATS, Q4_1, StoredMatrix
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
 if TYPE_CHECKING:

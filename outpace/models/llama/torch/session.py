@@ -11,8 +11,7 @@ from torch import Tensor
 
 from outpace.core.arrays import to_device
 from outpace.models.base import Session
-from outpace.models.llama.config.footprint import SCALED, num_scales
-from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import SCALED, LlamaConfig, num_scales
 from outpace.models.options import AUTO, INT8
 
 MAX_HALF = 65504.0  # the largest finite number in half precision
