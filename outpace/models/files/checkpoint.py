@@ -301,17 +301,19 @@ class TargetTensors:
         shapes = {name: target.shape(name) for name in names}
         size = np.dtype(DTYPES[kind]).itemsize
         self.entries = {name: SafetensorsEntry(kind, shape, 0, size * prod(shape)) for name, shape in shapes.items()}
+        self._rounded: dict[str, RawTensor] = {}
 
     def raw(self, name: str) -> RawTensor:
-        rounded: RawTensor = self._target.rounded(name, self._kind)
-        return rounded
+        if name not in self._rounded:  # an embedding is read again as the output layer
+            self._rounded[name] = self._target.rounded(name, self._kind)
+        return self._rounded[name]
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor = torch.from_numpy(np.require(self.raw(name).values, requirements="W"))
         return tensor.view(torch.bfloat16) if self._kind == "BF16" else tensor
 
     def forget(self, name: str) -> None:
-        """Do nothing: what was read is a copy."""
+        """Do nothing: what was read is released with this object."""
 
 
 def _open_files(path: Path) -> dict[str, SafetensorsFile]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
-_READING, _LAST = Lock(), list[Any]()  # hash and content of the file read last
+_READING, _LAST = Lock(), list[Any]()  # what identifies the file read last, and its content
 
 
 class Tokenizer:
@@ -417,7 +417,11 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     """
     if isinstance(source, Checkpoint):
         return tokenizer_of(source.target) if source.target is not None else Tokenizer.from_folder(source.path)
-    built = source.tokenizer
+    file = source.path, source.path.stat().st_mtime_ns
+    with _READING:
+        if not _LAST or _LAST[0] != file:
+            _LAST[:] = file, source.tokenizer
+        built = _LAST[1]
     templates, ends = named_templates(built.settings.get("chat_template")), built.special_ids.get("eos_token_id", [])
     stops = ends if isinstance(ends, list) else [ends]
     try:

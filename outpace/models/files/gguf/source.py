@@ -115,9 +115,10 @@ class GgufSource(AbstractContextManager["GgufSource"]):
 
     def rounded(self, name: str, kind: str) -> RawTensor:
         """Return one tensor rounded to a type in DTYPES. Raises as `raw`."""
-        own = self.float_type(name)
-        pieces = [RawTensor(own, piece).to(kind).values for piece in self.pieces(name)]
-        values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        own, values, end = self.float_type(name), np.empty(prod(self.shape(name)), DTYPES[kind]), 0
+        for piece in self.pieces(name):
+            start, end = end, end + piece.size
+            values[start:end] = RawTensor(own, piece).to(kind).values.reshape(-1)
         return RawTensor(kind, values.reshape(self.shape(name)))
 
     def array(self, name: str) -> np.ndarray:
