@@ -20,7 +20,7 @@ from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf import writer
 from outpace.models.files.gguf.header import open_gguf
 from outpace.models.files.gguf.source import GgufSource
-from outpace.models.files.gguf.tokenizer_fields import read_fields
+from outpace.models.files.gguf.writer import read_fields
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
 

@@ -15,9 +15,9 @@ from test_tokenizer import BYTES, WORDS, sentence_piece
 from turns import in_turn
 
 import outpace
+from outpace.api.prompts import infill_prompt
 from outpace.core.errors import UserError
 from outpace.models.load import load_model
-from outpace.models.text.infill import infill_prompt
 from outpace.models.text.tokenizer import Tokenizer
 
 QWEN = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]

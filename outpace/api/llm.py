@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
-from outpace.api.prompts import ChatPrompt, Prompt, messages_of, prompts_of, tokens_of
+from outpace.api.prompts import ChatPrompt, Prompt, infill_prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
 from outpace.api.text import TextAssembler, assembler_of, thought_before
@@ -29,7 +29,6 @@ from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
-from outpace.models.text.infill import infill_prompt
 from outpace.planning.profile import Profile, subject
 from outpace.tools.call_grammar import after_thought, thought_rules
 from outpace.tools.reasoning import Thought

@@ -30,8 +30,7 @@ from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_
 from outpace.models.files.cache import new_file
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import is_packed, open_folder, open_source, resolve
-from outpace.models.files.gguf.tokenizer_fields import read_fields
-from outpace.models.files.gguf.writer import TABLE_KIND, write_file
+from outpace.models.files.gguf.writer import TABLE_KIND, read_fields, write_file
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.heads.load import kind_of_head
 from outpace.models.heads.steering import FILE as STEERING

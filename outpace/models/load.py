@@ -70,7 +70,11 @@ def load_draft(
     the draft may have other tokens, which its drafter translates.
     """
     if spec == "auto":
-        return _load_known_draft(target, options, progress, same_tokens, changes)
+        spec = known_draft(target)
+        try:
+            return load_draft(spec, target, options, progress=progress, same_tokens=same_tokens, **changes)
+        except UserError as error:
+            raise UserError(f"draft auto is {spec} for {target.name}: {error}") from error
     if not isinstance(spec, str | os.PathLike):
         tokenizer = tokenizer or target.tokenizer
     if str(spec).startswith(LAYERS):
@@ -94,16 +98,6 @@ def known_draft(target: Loaded) -> str:
     """Return the draft that "auto" is for a target, from the target's folder if it is there; UserError if none is."""
     spec = MTP_DRAFT if holds_mtp(target.config) else find_draft(target.name, target.config)
     return sibling(target.name, spec) or spec
-
-
-def _load_known_draft(
-    target: Loaded, options: LoadOptions | None, progress: Progress, same_tokens: bool, changes: dict[str, Any]
-) -> Loaded:
-    spec = known_draft(target)
-    try:
-        return load_draft(spec, target, options, progress=progress, same_tokens=same_tokens, **changes)
-    except UserError as error:
-        raise UserError(f"draft auto is {spec} for {target.name}: {error}") from error
 
 
 def find_head(spec: Any, progress: Progress = silent) -> Path | None:

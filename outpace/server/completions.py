@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from outpace.api.llm import LLM
+from outpace.api.prompts import infill_prompt
 from outpace.core.errors import UserError
 from outpace.core.types import TokenLogprobs
-from outpace.models.text.infill import infill_prompt
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, drafting_options, max_answer_tokens

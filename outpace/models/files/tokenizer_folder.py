@@ -1,4 +1,4 @@
-"""Reads the files of a model folder that complete tokenizer.json, as transformers does.
+"""Reads the files of a model folder that complete tokenizer.json, as transformers does; knows usual special tokens.
 
 Special and added tokens may be named only in tokenizer_config.json, or in files of older versions of transformers:
 special_tokens_map.json and added_tokens.json. Chat templates have files of their own or are in tokenizer_config.json.
@@ -7,7 +7,7 @@ special_tokens_map.json and added_tokens.json. Chat templates have files of thei
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -30,6 +30,41 @@ SPACE_FIELDS = ("add_prefix_space", "legacy", "tokenizer_class", "model_type")  
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
+# Known texts of special tokens find them in models whose files do not say what they are for.
+# Ends of turns, messages and documents, as in llama.cpp: each ends an answer, even if the model's files do not say so.
+ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>"),
+    *("<EOT>", "_<EOT>", "▁<EOT>", "[EOT]"),
+)
+# Also an end, but only if it is a special token: in some vocabularies it is the HTML tag.
+TAG_END = "</s>"
+# Also an end (Phi), except in vocabularies with answer ends, where an answer has several messages (gpt-oss).
+MESSAGE_END, ANSWER_ENDS = "<|end|>", ("<|return|>", "<|call|>", "<|calls|>", "<|flush|>")
+# Beginnings of turns end an answer too: its text would hide them, and so join two turns.
+TURN_BEGINS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|turn>", "<|start_of_role|>")
+# Tokens of fill-in-the-middle prompts, by role; each ends an answer too.
+INFILL_MARKS = {
+    "prefix": (
+        *("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    "suffix": (
+        *("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    "middle": (
+        *("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    "pad": ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<PAD>", "[PAD]"),
+    "repository": ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<reponame>", "<fim-repo>", "<REPO>"),
+    "separator": ("<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+}
+MARKS = frozenset(
+    {*ENDS, MESSAGE_END, *ANSWER_ENDS, *TURN_BEGINS, *(text for texts in INFILL_MARKS.values() for text in texts)}
+)
+
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the fields of tokenizer_config.json, and those of special_tokens_map.json unless it lists added tokens."""
@@ -50,15 +85,17 @@ class NamedToken(NamedTuple):
 
 def read_added_tokens(folder: Path, settings: Mapping[str, Any]) -> list[NamedToken]:
     """List the tokens named by other files than tokenizer.json. UserError for entries that are no tokens."""
-    special = [_token(folder / CONFIG, value) | {"special": True} for value in _special_tokens(settings)]
+    extra = _listed(settings)
+    names = [*named_tokens(settings).values(), *(extra if isinstance(extra, list) else ())]
+    special = [_token(folder / CONFIG, name) | {"special": True} for name in names]
     overrides, file = DECODER in settings, folder / (CONFIG if DECODER in settings else OLD_ADDED)
     if overrides:
         by_id = settings[DECODER]
     else:
-        names = {token["content"] for token in special}
+        texts = {token["content"] for token in special}
         found = read_optional_json(file).items()
         by_id = {
-            index: {"content": text, "special": text in names, "normalized": text not in names} for text, index in found
+            index: {"content": text, "special": text in texts, "normalized": text not in texts} for text, index in found
         }
     if not isinstance(by_id, Mapping) or not all(str(index).isdecimal() for index in by_id):
         raise UserError(f"{file}: the ids of added tokens are {[*by_id]!r:.200}, they must be whole numbers")
@@ -132,12 +169,6 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     return usual | ({name: value for name, value in own.items() if name not in usual} or dict(given))
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
-    yield from named_tokens(settings).values()
-    extra = _listed(settings)
-    yield from extra if isinstance(extra, list) else ()
-
-
 def _listed(settings: Mapping[str, Any]) -> Any:
     return next((settings[name] for name in LISTED if settings.get(name)), [])
 
@@ -186,3 +217,20 @@ def _tokenizer_class(settings: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if model_type in ANY_CLASS:
         return ANY_CLASS[model_type]
     return str(named or CLASSES.get(model_type, "")).removesuffix("Fast")
+
+
+class InfillTokens(NamedTuple):
+    """The tokens around the parts of a fill-in-the-middle prompt."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None
+    separator: int | None = None
+
+
+def ends_among(tokens: Mapping[str, int], special: Container[int]) -> set[int]:
+    """Return the ids of the added `tokens` that end an answer; `special`: ids of special tokens."""
+    ends = MARKS - {MESSAGE_END} if any(end in tokens for end in ANSWER_ENDS) else MARKS
+    found = {tokens[end] for end in ends if end in tokens}
+    return found | ({tokens[TAG_END]} if tokens.get(TAG_END) in special else set())

@@ -20,8 +20,7 @@ from outpace.models.files import tokenizer_folder
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
-from outpace.models.files.special_tokens import INFILL_MARKS, InfillTokens, ends_among
-from outpace.models.files.tokenizer_folder import named_templates, token_text
+from outpace.models.files.tokenizer_folder import INFILL_MARKS, InfillTokens, ends_among, named_templates, token_text
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.template_form import PROBED_TOOL, TemplateForm
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory

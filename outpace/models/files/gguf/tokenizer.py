@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.errors import UserError, unknown
-from outpace.models.files.special_tokens import MARKS
+from outpace.models.files.tokenizer_folder import MARKS
 
 if TYPE_CHECKING:
     import tokenizers

@@ -1,4 +1,4 @@
-"""Writes a model folder as a GGUF file of a given precision, for llama.cpp.
+"""Writes a model folder as a GGUF file of a given precision, for llama.cpp, and the fields of its tokenizer.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row orders are those read by
 `models/files/gguf/config.py`.
@@ -6,27 +6,42 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Names and row
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files import tokenizer_folder
 from outpace.models.files.cache import cache_folder, exclusive_lock, identity, new_file
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
-from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.tokenizer_fields import PREFIX, add_field
+from outpace.models.files.gguf.header import open_gguf, open_gguf_model
+from outpace.models.files.gguf.tokenizer import (
+    CONTROL,
+    SPECIAL_IDS,
+    SPLITS,
+    TEMPLATE,
+    UNUSED,
+    USER_DEFINED,
+    WHOLE_WORDS,
+    pre_tokenizer,
+)
+from outpace.models.files.reading import read_json, read_optional_json
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TABLES = ("token_embd", "output")  # stored with 8 bits at least, as by llama.cpp's own converter
 TABLE_KIND = "Q8_0"
 MAX_NAME = 80  # characters of the model's name in the file's name
+PREFIX = "tokenizer."
+TOKENS, TYPES = f"{PREFIX}ggml.tokens", f"{PREFIX}ggml.token_type"
+NORMAL = 1  # a value of tokenizer.ggml.token_type
 
 
 def gguf_file(spec: str | Path | None, kind: str = "") -> Path:
@@ -85,14 +100,16 @@ def _architecture(checkpoint: Checkpoint) -> str:
 
 def _write(checkpoint: Checkpoint, architecture: str, kind: str, file: Path, fields: Mapping[str, Any]) -> None:
     """Write all tensors, with one of them in memory at a time."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
     from gguf.quants import quant_shape_to_byte_shape, quantize
 
     config = from_dict(checkpoint.config)
     writer = GGUFWriter(file, architecture)
     _add_fields(writer, config)
     for key, value in fields.items():
-        add_field(writer, key, value)
+        value_type = GGUFValueType.UINT32 if key.endswith("_token_id") else GGUFValueType.get_type(value)
+        if value != []:  # a file has no empty lists
+            writer.add_key_value(key, value, value_type)
     kinds = {}
     for name, shape in tensor_shapes(config).items():
         kinds[name] = GGMLQuantizationType[_kind_of(name, shape, kind)]
@@ -143,3 +160,83 @@ def _kind_of(name: str, shape: tuple[int, ...], kind: str) -> str:
         return "F32"
     is_table = gguf_name(name).partition(".")[0] in TABLES
     return TABLE_KIND if is_table and kind.startswith("Q") else kind
+
+
+def read_fields(model: Path, rows: int) -> dict[str, Any]:
+    """Return the tokenizer's fields for a model with `rows` embeddings, from a .gguf file or a model folder.
+
+    Rows without a token get an unused one. UserError if there are more tokens than rows, or if a folder's tokenizer is
+    not a byte-level BPE that llama.cpp knows.
+    """
+    if model.is_dir():
+        fields = _of_folder(model)
+    else:
+        fields = {key: value for key, value in open_gguf_model(model).metadata.items() if key.startswith(PREFIX)}
+    tokens, types = list(fields[TOKENS]), list(fields.get(TYPES) or [NORMAL] * len(fields[TOKENS]))
+    if len(tokens) > rows:
+        raise UserError(f"the tokenizer of {model} has {len(tokens)} tokens, the embedding has {rows} rows")
+    padding = range(len(tokens), rows)
+    fields[TOKENS], fields[TYPES] = [*tokens, *(f"[PAD{row}]" for row in padding)], [*types, *(UNUSED for _ in padding)]
+    if (scores := fields.get(f"{PREFIX}ggml.scores")) is not None:
+        fields[f"{PREFIX}ggml.scores"] = [*scores, *(0.0 for _ in padding)]
+    return fields
+
+
+def _of_folder(folder: Path) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{folder} has no tokenizer.json, without which llama.cpp cannot read text")
+    settings = tokenizer_folder.read_settings(folder)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer_folder.set_prefix_space(tokenizer, settings, read_optional_json(folder / "config.json"))
+    tokenizer_folder.add_tokens(folder, tokenizer, tokenizer_folder.read_added_tokens(folder, settings))
+    written, model = json.loads(tokenizer.to_str()), read_json(file)["model"]
+    name, has_prefix = _pre_name(folder, written, model)
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    texts = {index: text for text, index in ids.items()}
+    added = tokenizer.get_added_tokens_decoder()
+    size = max(texts) + 1
+    types = {index: CONTROL if token.special else USER_DEFINED for index, token in added.items()}
+    fields = {
+        "ggml.model": "gpt2",
+        "ggml.pre": name,
+        "ggml.tokens": [texts.get(index, f"[PAD{index}]") for index in range(size)],
+        "ggml.token_type": [types.get(index, NORMAL if index in texts else UNUSED) for index in range(size)],
+        "ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+        "ggml.add_space_prefix": has_prefix,
+    }
+    for ours, theirs in SPECIAL_IDS.items():
+        index = ids.get(tokenizer_folder.token_text(settings.get(f"{ours}_token")) or "")
+        if index is not None:
+            fields[f"ggml.{theirs}"] = index
+    bos = fields.get("ggml.bos_token_id")
+    fields["ggml.add_bos_token"] = bos is not None and tokenizer.encode("a").ids[:1] == [bos]
+    templates = tokenizer_folder.read_templates(folder, settings)
+    more = {f"{TEMPLATE}.{one}": text for one, text in templates.items() if one != "default"}
+    more |= {TEMPLATE: templates["default"]} if "default" in templates else {}
+    return {f"{PREFIX}{key}": value for key, value in fields.items()} | more
+
+
+def _pre_name(folder: Path, written: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer, and whether it puts a space before a text. UserError if
+    llama.cpp does not know it."""
+    if model.get("type") == "BPE" and not model.get("byte_fallback"):
+        normalizer, ignores = (written["normalizer"] or {}).get("type"), bool(model.get("ignore_merges"))
+        own = _steps(written["pre_tokenizer"])
+        for name in ("smollm", "gpt-2", *SPLITS):
+            for has_prefix in (False, True):
+                is_same = own == _steps(json.loads(pre_tokenizer(name, has_prefix).__getstate__()))
+                if is_same and ignores == (name in WHOLE_WORDS) and normalizer == ("NFC" if name == "qwen2" else None):
+                    return name, has_prefix
+    raise UserError(
+        f"the tokenizer of {folder} cannot be written for llama.cpp: name the target as a .gguf file, whose"
+        " tokenizer is copied"
+    )
+
+
+def _steps(written: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a pre-tokenizer without `trim_offsets`, which changes no tokens."""
+    steps: Sequence[Mapping[str, Any]] = [] if written is None else written.get("pretokenizers", [written])
+    return [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]

@@ -1,1 +1,0 @@
-"""Files of a model: found, fetched, checked, converted and packed."""

@@ -1,1 +1,0 @@
-"""Reads GGUF files: header, model and tokenizer metadata, and weights."""

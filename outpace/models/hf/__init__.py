@@ -1,1 +1,0 @@
-"""Runs any causal language model of transformers behind outpace's model interface."""

@@ -1,1 +1,0 @@
-"""Converts between text and token ids: tokenizers, chat templates, streaming detokenization."""
