@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -223,16 +223,16 @@ def convert(path: Path, cache: Path | None = None, progress: Progress = silent) 
     folder = entry_path(f"{path.stem[:LONGEST_NAME]}-{identity(parts)}-v{FORMAT_VERSION}", cache)
     make_once(
         folder,
-        partial(is_complete_model, files=FILES),
+        _is_complete,
         partial(_write_folder, path, folder, progress),
         partial(progress, "waiting for another conversion", 0.0),
     )
     return folder
 
 
-def is_complete_model(folder: Path, files: Sequence[str] = ("config.json",)) -> bool:
-    """Return whether the folder holds these files and all weights, in the shapes that its config implies."""
-    if not all((folder / name).is_file() for name in files):
+def _is_complete(folder: Path) -> bool:
+    """Return whether the folder holds FILES and all weights, in the shapes that its config implies."""
+    if not all((folder / name).is_file() for name in FILES):
         return False
     try:
         with Checkpoint.open(folder) as checkpoint:
