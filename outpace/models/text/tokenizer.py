@@ -420,6 +420,7 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
     with _READING:
         if not _LAST or _LAST[0] != file:
             _LAST[:] = file, source.tokenizer
+            trim_heap()
         built = _LAST[1]
     templates, ends = named_templates(built.settings.get("chat_template")), built.special_ids.get("eos_token_id", [])
     stops = ends if isinstance(ends, list) else [ends]
@@ -427,5 +428,3 @@ def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
         return Tokenizer(built.tokenizer, built.settings, stops, templates)
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from error
-    finally:
-        trim_heap()
