@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from files import TEMPLATE, folder_of, set_fields, write_gguf
-from line_interrupts import interrupted_at, places, visited_lines
-from processes import children
-from turns import one_of
 
 from outpace.core.errors import UserError
-from outpace.models.text import chat_template, template_process
+from outpace.models.text import chat_template
 from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -82,6 +76,17 @@ def test_templates_in_files(tiny: Path) -> None:
         ("{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
         ("{% macro f(a) %}[{{ a }}]{% endmacro %}{{ f('é😀') }}", "[é😀]"),
+        (
+            "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% endfor %}",
+            "1/3False 2/3False 3/3True ",
+        ),
+        ("{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }},{% endfor %}", "1,2,3,,,"),
+        (
+            "{{ 'a' ~ 1 ~ none }} {{ '%s-%05d' % ('b', 7) }} {{ '{:>4}|{}'.format(8, 1700000000) }}",
+            "a1None b-00007    8|1700000000",
+        ),
+        ("{{ 'ab' | center(6) }}|{{ ['a', 'b'] | join(', ') }}|{{ 'x\\ny' | indent(2) }}", "  ab  |a, b|x\n  y"),
+        ("{{ 2 * 3 + 2 ** 5 }} {{ [1] * 2 + [3] }} {{ 'ab'.replace('a', 'cc').upper() }}", "38 [1, 1, 3] CCB"),
     ],
 )
 def test_equal_to_transformers(tiny: Path, template: str, text: str) -> None:
@@ -92,7 +97,7 @@ def test_equal_to_transformers(tiny: Path, template: str, text: str) -> None:
     assert rendered == text
 
 
-def test_values_reach_the_template_and_one_process_serves_many_threads() -> None:
+def test_values_reach_the_template_in_any_thread() -> None:
     rendering = ChatTemplate("{{ messages[0].content }}{{ more }}")
     assert rendering.render(USER, more=1) == "Hi1"
     assert rendering.render([{"content": "\ud83d half"}], more="\n") == "\ud83d half\n"
@@ -103,67 +108,6 @@ def test_values_reach_the_template_and_one_process_serves_many_threads() -> None
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda number: rendering.render([{"content": str(number)}], more="!"), range(80)))
     assert found == [f"{number}!" for number in range(80)]
-    rendering.close()
-
-
-def process_of(template: ChatTemplate) -> subprocess.Popen[bytes]:
-    assert template._process is not None
-    return template._process
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_the_process_ends_with_its_owner() -> None:
-    template = ChatTemplate("{{ messages | length }}")
-    assert template.render([]) == "0"
-    first = process_of(template).pid
-    template.close()
-    template.close()
-    assert not is_running(first)
-    assert template.render(USER) == "1"
-    second = process_of(template).pid
-    del template
-    assert not is_running(second)
-
-
-def test_a_process_that_died_is_replaced() -> None:
-    template = ChatTemplate("{{ messages | length }}")
-    assert template.render([]) == "0"
-    process_of(template).kill()
-    process_of(template).wait()
-    assert template.render(USER) == "1"
-    template.close()
-
-
-def test_an_interrupt_at_any_line_leaves_no_process() -> None:
-    template = ChatTemplate("{{ messages | length }}")
-
-    def work() -> None:
-        assert template.render([]) == "0"
-        template.close()
-
-    before = children()
-    for place in places(visited_lines(work)):
-        interrupted_at(place, work)
-        assert template.render(USER) == "1", place
-        template.close()
-        assert children() <= before, place
-
-
-def test_the_process_ends_when_its_pipe_does() -> None:
-    template = ChatTemplate("x")
-    template.render([])
-    process = process_of(template)
-    assert process.stdin is not None
-    process.stdin.close()  # as the system does for a parent that was killed
-    assert process.wait(20) == 0
-    template.close()
 
 
 @pytest.mark.parametrize(
@@ -173,6 +117,7 @@ def test_the_process_ends_when_its_pipe_does() -> None:
         ("{% for %}", "not valid"),
         ("{{ raise_exception('only two roles') }}", "only two roles"),
         ("{{ messages[9].content.x.y }}", "refuses"),
+        ("{% for m in 5 %}{% endfor %}", "refuses"),
         ("{{ messages.append(1) }}", "refuses"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
         ("{{ 1 // 0 }}", "refuses"),
@@ -184,45 +129,73 @@ def test_templates_that_raise(tiny: Path, template: str | None, words: str) -> N
         tokenizer.render(USER)
 
 
-LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+NAMED = "{% set n = namespace(x='a', y=7, z=[]) %}{% for i in range(60) %}"
 ENDLESS = {
-    "loops": LONG + "{% endfor %}" * 3,
-    "loops that write": LONG + "x{% endfor %}{% endfor %}{% endfor %}",
-    "a long text": "{{ 'a' * 10000000000 }}",
-    "a wide text": "{{ 'a' | center(10000000000) }}",
-    "a long number": "{{ 10 ** (10 ** 10) }}",
-    "doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "nesting": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "depth": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "loops": (NESTED + "{% endfor %}" * 3, "more than 20000 steps"),
+    "loops that write": (NESTED + "x{% endfor %}{% endfor %}{% endfor %}", "more than 20000 steps"),
+    "a filtered loop": ("{% for a in range(99999) if a < 0 %}{% endfor %}", "more than 20000 steps"),
+    "a recursive loop": ("{% for a in range(99) recursive %}{{ loop(range(99)) }}{% endfor %}", "refuses"),
+    "loops of a recursive loop": (
+        "{% for a in range(999) recursive %}{% if loop.depth < 3 %}{{ loop(range(999)) }}{% endif %}{% endfor %}",
+        "more than 20000 steps",
+    ),
+    "a long range": ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    "calls of filters": ("{{ range(99999) | map('trim') | list | length }}", "more than 20000 steps"),
+    "recursion": ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "recursion"),
+    "branching": (
+        "{% macro f(x) %}{% if x %}{{ f(x - 1) }}{{ f(x - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "more than 20000 steps",
+    ),
+    "a long text": ("{{ 'a' * 10000000000 }}", "more than 16777216 characters"),
+    "a long list": ("{% set x = [1] * 10000000000 %}", "more than 16777216 characters"),
+    "a long constant": ("{{ 'a' | center(10000000000) }}", "pads"),
+    "a wide text": ("{{ messages[0].role | center(10000000000) }}", "pads"),
+    "many wide texts": ("{% for a in range(99) %}{{ 'a' | center(1000000) }}{% endfor %}", "characters"),
+    "a method that pads": ("{{ 'a'.rjust(10000000000) }}", "pads"),
+    "zeros": ("{{ 'a'.zfill(10000000000) }}", "pads"),
+    "mapped": ("{{ ['a'] | map('center', 10000000000) | list }}", "pads"),
+    "indented": ("{{ [1] | tojson(indent=10000000000) }}", "pads"),
+    "a wide format": ("{{ '%10000000000d' % 1 }}", "pads"),
+    "a width that is given": ("{{ '%*d' % (10000000000, 1) }}", "pads"),
+    "a format's width": ("{{ '{:>{}}'.format(1, 10000000000) }}", "pads"),
+    "a format of texts": ("{% set x = 'a' * 9999999 %}{{ '{0}{0}{0}'.format(x) }}", "characters"),
+    "replaced": ("{% set x = 'a' * 99999 %}{{ x | replace('a', x) }}", "characters"),
+    "joined": ("{% set x = 'a' * 99999 %}{{ x.join([1] * 99999) }}", "characters"),
+    "a long number": ("{{ 10 ** (10 ** 10) }}", "bits"),
+    "squares": (NAMED + "{% set n.y = n.y * n.y %}{% endfor %}", "bits"),
+    "doubling": (NAMED + "{% set n.x = n.x ~ n.x %}{% endfor %}", "characters"),
+    "adding": (NAMED + "{% set n.x = n.x + n.x %}{% endfor %}", "characters"),
+    "blocks": (NAMED + "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}", "characters"),
+    "nesting": (NAMED + "{% set n.z = [n.z, n.z] %}{% endfor %}{{ n.z }}", "characters"),
+    "nesting as JSON": (NAMED + "{% set n.z = [n.z, n.z] %}{% endfor %}{{ n.z | tojson }}", "characters"),
+    "nesting joined": (NAMED + "{% set n.z = [n.z, n.z] %}{% endfor %}{{ 'a' ~ n.z }}", "characters"),
+    "nesting formatted": (NAMED + "{% set n.z = [n.z, n.z] %}{% endfor %}{{ '%s' % n.z }}", "characters"),
+    "depth": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
 }
 
 
-@pytest.mark.parametrize("name", one_of(2, ENDLESS))
-def test_templates_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    script = tmp_path / "template_process.py"
-    code = Path(template_process.__file__).read_text()
-    script.write_text(code.replace("SECONDS = 5 ", "SECONDS = 0.6 "))
-    monkeypatch.setattr(chat_template.template_process, "__file__", str(script))
-    template = ChatTemplate(ENDLESS[name])
-    with pytest.raises(UserError, match="the model's chat template"):
-        template.render(USER)
-    template.text = "{{ 'fine' }}"
-    template.close()
-    assert template.render(USER) == "fine"
-    template.close()
+@pytest.mark.parametrize("name", ENDLESS)
+def test_templates_that_never_end(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    template, words = ENDLESS[name]
+    rendering = ChatTemplate(template)
+    for _ in range(2):  # counts start anew
+        with pytest.raises(UserError, match=f"the model's chat template .*{words}"):
+            rendering.render(USER)
 
 
-def test_a_process_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate("x")
-    template.render([])
-    process_of(template).send_signal(signal.SIGSTOP)  # it takes no processor time, so only patience ends it
-    monkeypatch.setattr(chat_template, "PATIENCE", 0.2)
-    with pytest.raises(UserError, match="stopped"):
-        template.render([])
-    monkeypatch.undo()
-    assert template.render([]) == "x"
-    template.close()
+def test_steps_and_characters_of_one_conversation_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 100)
+    template = ChatTemplate("{% for m in messages %}{{ m.role | upper }}{% endfor %}")
+    for _ in range(3):
+        assert template.render(USER * 50) == "USER" * 50
+    with pytest.raises(UserError, match="takes more than 100 steps"):
+        template.render(USER * 51)
+    monkeypatch.setattr(chat_template, "MAX_LENGTH", 100)
+    assert template.render(USER * 25) == "USER" * 25
+    with pytest.raises(UserError, match="writes more than 100 characters"):
+        template.render(USER * 26)
 
 
 @pytest.mark.parametrize(

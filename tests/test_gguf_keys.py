@@ -307,4 +307,3 @@ def test_templates_and_ends_of_prompts(tmp_path: Path) -> None:
         assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"
         assert tokenizer.render([], tools=["add"]) == "tools: add"
         assert tokenizer.encode("hello") == [1, *tokenizer.continuation("hello"), 2]
-        tokenizer.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def render(tiny: Path) -> Iterator[Any]:
+def render(tiny: Path) -> Any:
     """A function that renders messages with a template."""
     made: dict[str, Tokenizer] = {}
 
@@ -48,9 +47,7 @@ def render(tiny: Path) -> Iterator[Any]:
         made[template].chat(messages, **values)  # no text is lost
         return made[template].render(messages, **values)
 
-    yield rendered
-    for tokenizer in made.values():
-        tokenizer.close()
+    return rendered
 
 
 @pytest.mark.parametrize(
@@ -258,7 +255,7 @@ def test_calls_reach_a_template_that_joins_them_by_every_api(tmp_path: Path) -> 
 def test_the_form_is_found_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = set_fields(tiny, chat_template=BOTH)
     tokenizer.chat(called("{}", "x"))
-    template, count = tokenizer._templates["default"], 0
+    template, count = tokenizer._renderer("default"), 0
     original = template.render
 
     def counted(*messages: Any, **values: Any) -> str:
@@ -269,4 +266,3 @@ def test_the_form_is_found_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(template, "render", counted)
     tokenizer.chat(called("{}", "y"))
     assert count == 1
-    tokenizer.close()

@@ -165,7 +165,6 @@ def test_marks_are_found_by_the_template(
 ) -> None:
     tokenizer = tokenizer_of(tmp_path, template, special)
     assert tokenizer.thought_marks == (ThoughtMarks(*expected) if isinstance(expected, tuple) else expected)
-    tokenizer.close()
 
 
 CHANNEL_MARKS, FRAMED = KNOWN[0], ThoughtMarks(*COMMAND[:2], (COMMAND[2],), (COMMAND[3],))

@@ -229,7 +229,6 @@ def test_special_tokens_of_a_model_have_names(tmp_path: Path, fields: dict[str, 
     assert ours.special_ids >= {*theirs.all_special_ids}
     asked = [{"role": "user", "content": "hi"}]
     assert ours.render(asked) == theirs.apply_chat_template(asked, tokenize=False)
-    ours.close()
 
 
 @pytest.mark.parametrize("value", [["<eye>"], "<eye>", {"image_token": 7}])
@@ -310,7 +309,6 @@ def test_templates(tmp_path: Path, names: list[str], as_files: bool) -> None:
         else:
             with pytest.raises(UserError, match="no chat template, only one for rag, tool_use"):
                 ours.render(messages, tools=tools)
-    ours.close()
 
 
 def test_files_of_templates_come_before_the_config(tmp_path: Path) -> None:
@@ -320,7 +318,6 @@ def test_files_of_templates_come_before_the_config(tmp_path: Path) -> None:
     assert tokenizer.render([]) == "config"
     (tmp_path / "folder" / "chat_template.jinja").write_text("file")
     assert Tokenizer.from_folder(tmp_path / "folder").render([]) == "file"
-    tokenizer.close()
 
 
 def test_the_hub_downloads_all_templates() -> None:

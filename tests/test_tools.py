@@ -642,7 +642,6 @@ def test_templates_say_whether_they_take_tools(tmp_path: Path) -> None:
         tokenizer = templated(tmp_path / str(number), template)
         assert takes_tools(tokenizer) is expected
         assert call_format_of(tokenizer).name == ("hermes" if expected else "json")
-        tokenizer.close()
     assert tokenizer.thought_marks is None
 
 
@@ -652,10 +651,8 @@ def test_families_are_found_by_the_template_or_the_vocabulary(
     assert {name: call_format_of(tokenizer, name) for name in FORMATS} == FORMATS
     tags = templated(tmp_path, "{{ messages }}{% if tools %}<tool_call><function=name>{% endif %}")
     assert call_format_of(tags).name == "xml"
-    tags.close()
     channels = templated(tmp_path / "channels", "{{ messages }}{% if tools %}<|channel|>commentary to={% endif %}")
     assert call_format_of(channels).start == HARMONY.start
-    channels.close()
     for tokens, family in (({PYTHON_TAG}, LLAMA), ({MISTRAL.start}, MISTRAL), ({MISTRAL.start, ARGS}, MISTRAL_ARGS)):
         monkeypatch.setattr(tokenizer, "id_of", lambda name, known=tokens: 5 if name in known else None)
         auto = call_format_of(tokenizer)

@@ -189,10 +189,8 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def close(self) -> None:
-        """End all answers, the drafter's worker and the process that renders chat templates. Call it again if it was
-        interrupted."""
+        """End all answers and the drafter's worker. Call it again if it was interrupted."""
         with ExitStack() as stack:
-            stack.callback(self.tokenizer.close)
             stack.enter_context(self._shared.lock.hold())
             stack.callback(self.engine.close)
             if self._profile:

@@ -41,7 +41,9 @@ def judge(
     out: Path = flag(Path("judge"), "Folder for the judge; a stopped run continues in it."),
     max_tokens: int = flag(256, MAX_TOKENS),
     batch: int = flag(16, "Number of questions mined at once."),
-    run_tests: bool = flag(False, "Run the tests of programs, each in a confined process, to compare answers."),
+    run_tests: bool = flag(
+        False, "Run the tests of programs, each in a sandbox (needs bubblewrap), to compare answers."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Train a judge for --rule judge (lossy): it predicts which mismatches of the draft change the final answer."""
@@ -59,10 +61,7 @@ def judge(
         target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())
         if draft is None or draft.is_head:
             raise UserError("a judge learns from a draft model's mismatches: name one with --draft")
-        try:
-            found = make_judge(target, draft, options, progress.show)
-        finally:
-            target.tokenizer.close()
+        found = make_judge(target, draft, options, progress.show)
     if as_json:
         display.print_json({"judge": str(out), "thresholds": found.thresholds, **found.facts})
     else:

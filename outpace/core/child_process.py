@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 
 _REAP_SECONDS = 10.0  # to wait for a killed process; after that it is left to the system
@@ -17,21 +16,14 @@ _PATHS = "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2 : 2 + c
 
 
 def start(
-    code: str,
-    *arguments: str,
-    stdin: int = subprocess.PIPE,
-    stdout: int = subprocess.PIPE,
-    stderr: int | None = None,
-    flags: Sequence[str] = (),
-    paths: Sequence[str] | None = None,
+    code: str, *arguments: str, stdin: int = subprocess.PIPE, stdout: int = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """Start an interpreter that runs `code` with `arguments` in `sys.argv`, with these flags and import paths.
+    """Start an interpreter that runs `code` with `arguments` in `sys.argv`, and this process's import paths.
 
     It runs in a session of its own, so that a Ctrl-C before the child can ignore it does not reach it.
     """
-    paths = list(map(str, sys.path if paths is None else paths))
-    command = [sys.executable, *flags, "-c", _PATHS + code, str(len(paths)), *paths, *arguments]
-    return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+    command = [sys.executable, "-c", _PATHS + code, str(len(sys.path)), *map(str, sys.path), *arguments]
+    return subprocess.Popen(command, stdin=stdin, stdout=stdout, start_new_session=True)
 
 
 def stop(process: subprocess.Popen[bytes], grace: float = 0.0) -> int:

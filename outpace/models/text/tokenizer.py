@@ -21,7 +21,6 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
 from outpace.models.files.tokenizer_folder import INFILL_MARKS, InfillTokens, ends_among, named_templates, token_text
-from outpace.models.text.chat_template import ChatTemplate
 from outpace.models.text.template_form import PROBED_TOOL, TemplateForm
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
 from outpace.models.text.thought_marks import KNOWN, THINK, ThoughtMarks, find_marks
@@ -29,6 +28,7 @@ from outpace.models.text.thought_marks import KNOWN, THINK, ThoughtMarks, find_m
 if TYPE_CHECKING:
     import tokenizers
 
+    from outpace.models.text.chat_template import ChatTemplate
 
 CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
 _READING, _LAST = Lock(), list[Any]()  # what identifies the file read last, and its content
@@ -56,7 +56,8 @@ class Tokenizer:
         tokenizer.no_padding()
         named = tokenizer_folder.named_tokens(settings)
         self.special_texts = {name: text for name, token in named.items() if (text := token_text(token))}
-        self._templates = {name: ChatTemplate(text) for name, text in (templates or {}).items()}
+        self._templates = dict(templates or {})
+        self._renderers: dict[str, ChatTemplate] = {}
         self._forms: dict[str, TemplateForm] = {}
         self._stream = self._stream_factory()
         self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -137,7 +138,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        return self._templates["default"].text if self.has_template else None
+        return self._templates.get("default")
 
     @property
     def template_digest(self) -> str:
@@ -147,7 +148,7 @@ class Tokenizer:
     @property
     def template_text(self) -> str:
         """The texts of all chat templates, joined."""
-        return "\n".join(template.text for template in self._templates.values())
+        return "\n".join(self._templates.values())
 
     def render(
         self,
@@ -170,7 +171,7 @@ class Tokenizer:
         if name not in self._templates:
             others = f", only one for {', '.join(sorted(self._templates))}" if self._templates else ""
             raise UserError(f"this model has no chat template{others}: give it text as it is, --raw")
-        return self._form(name).rendered(messages, partial(self._templates[name].render, **values))
+        return self._form(name).rendered(messages, partial(self._renderer(name).render, **values))
 
     @property
     def _default_values(self) -> dict[str, Any]:
@@ -179,11 +180,18 @@ class Tokenizer:
     def _template_name(self, values: Mapping[str, Any]) -> str:
         return "tool_use" if values.get("tools") is not None and "tool_use" in self._templates else "default"
 
+    def _renderer(self, name: str) -> ChatTemplate:
+        from outpace.models.text.chat_template import ChatTemplate  # loads jinja2
+
+        if name not in self._renderers:
+            self._renderers[name] = ChatTemplate(self._templates[name])
+        return self._renderers[name]
+
     def _form(self, name: str) -> TemplateForm:
         """Return the form of messages that the template of this name takes."""
         if name not in self._forms:
             values = self._default_values | ({"tools": [PROBED_TOOL]} if name == "tool_use" else {})
-            self._forms[name] = TemplateForm(partial(self._templates[name].render, **values))
+            self._forms[name] = TemplateForm(partial(self._renderer(name).render, **values))
         return self._forms[name]
 
     @cached_property
@@ -219,11 +227,6 @@ class Tokenizer:
         if not found:
             raise UserError("this model's chat template does not write the last message, so it cannot be continued")
         return begun
-
-    def close(self) -> None:
-        """End the process that renders chat templates; a later use starts another."""
-        for template in self._templates.values():
-            template.close()
 
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> list[int]:
         """Encode the conversation up to the start of the answer; only the template adds special tokens.
