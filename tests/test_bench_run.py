@@ -253,14 +253,14 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--out", "{here}/file/below"), "--out is {here}/file/below, but {here}/file is a file"),
         (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
         (("--plot", "{here}/b.png"), "--plot needs `pip install matplotlib`; leave it out for the table alone"),
-        (("--run-tests",), "--run-tests confines programs by Linux's seccomp, which does not work here"),
+        (("--run-tests",), "--run-tests runs programs in the sandbox of bubblewrap, which is not installed"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_model_is_loaded(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.setattr("outpace.api.llm.load", None)
-    monkeypatch.setattr("outpace.api.sandbox.is_available", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     if "matplotlib" in message:
         monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     (tmp_path / "file").touch()

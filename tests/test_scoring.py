@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import socket
 from fractions import Fraction
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from outpace.api import sandbox, scoring
+from outpace.api import scoring
 from outpace.api.scoring import Reference, is_right
 from outpace.bench import tasks
 from outpace.core.errors import UserError
 
-CONFINES = sandbox.is_available()
-needs_confinement = pytest.mark.skipif(not CONFINES, reason="programs cannot be confined here")
+
+def missing_sandbox() -> str:
+    """Why programs cannot be run here; empty if they can."""
+    try:
+        scoring.check_sandbox()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+MISSING = missing_sandbox()
+needs_sandbox = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +85,7 @@ HEAD = "from typing import List\n\n\ndef twice(x: int) -> int:\n    '''Twice x.'
 PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
 
 
-@needs_confinement
+@needs_sandbox
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
@@ -91,51 +103,61 @@ PROGRAM = Reference(scoring.PROGRAM, TEST, entry_point="twice", head=HEAD)
     ],
 )
 def test_programs_are_right_if_they_pass_the_tests(answer: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.runs_to_end, "__defaults__", (2.0,) if "while" in answer else (30.0,))
+    monkeypatch.setattr(scoring.runs_to_end, "__defaults__", (2.0,) if "while" in answer else (30.0,))
     assert is_right(PROGRAM, answer, runs_tests=True) is right
     assert is_right(PROGRAM, answer) is None, "nothing is run unless requested"
 
 
-REFUSED = {
-    "socket": "import socket; socket.socket()",
+FORBIDDEN = {
+    "connect": "import socket; socket.create_connection(('{host}', {port}), 2)",
     "write": "open('{folder}/new', 'w')",
-    "append": "open('{folder}/kept', 'a')",
+    "append": "open('{folder}/kept', 'a').write('x')",
     "truncate": "import os; os.open('{folder}/kept', os.O_TRUNC)",
     "delete": "import os; os.unlink('{folder}/kept')",
     "rename": "import os; os.rename('{folder}/kept', '{folder}/new')",
     "make a folder": "import os; os.mkdir('{folder}/new')",
-    "fork": "import os; os.fork()",
-    "exec": "import os; os.execv('/bin/true', ['true'])",
-    "signal": "import os; os.kill(os.getppid(), 0)",
-    "connect": "import asyncio; asyncio.new_event_loop()",
+    "fill /tmp": "open('/tmp/new', 'w', buffering=1).write('x\\n' * 10**6)",
+    "mount": "import ctypes; assert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
 }
 
 
-@needs_confinement
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_confined_program_may_not(what: str, tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("unchanged")
-    program = REFUSED[what].format(folder=tmp_path)
-    assert not sandbox.runs_to_end(program, 30)
-    caught = f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit(1)"
-    assert sandbox.runs_to_end(caught, 30)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept", "unchanged")]
+@needs_sandbox
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_a_program_in_the_sandbox_may_not(what: str) -> None:
+    with TemporaryDirectory(dir=Path.home()) as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        kept = Path(folder) / "kept"  # not below /tmp, which the sandbox has empty
+        kept.write_text("unchanged")
+        host, port = server.getsockname()
+        program = FORBIDDEN[what].format(folder=folder, host=host, port=port)
+        caught = f"try:\n    {program}\nexcept (OSError, AssertionError):\n    pass\nelse:\n    raise SystemExit(1)"
+        assert not scoring.runs_to_end(program, 30)
+        assert scoring.runs_to_end(caught, 30)
+        assert [(file.name, file.read_text()) for file in Path(folder).iterdir()] == [("kept", "unchanged")]
 
 
-@needs_confinement
-def test_a_confined_program_may_compute_and_read_within_its_limits() -> None:
+@needs_sandbox
+def test_a_program_in_the_sandbox_may_compute_and_read_within_its_limits() -> None:
     program = "import math, json, re, hashlib\nassert sum(range(10**6))\nassert not open('/dev/null').read()"
-    assert sandbox.runs_to_end(program, 30)
-    assert sandbox.runs_to_end("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
-    assert not sandbox.runs_to_end("import time; time.sleep(60)", 1.0)
-    assert not sandbox.runs_to_end("not a program", 30)
-    assert not sandbox.runs_to_end("\udcff", 30)
+    assert scoring.runs_to_end(program, 30)
+    alone = "import os; assert not os.listdir('/tmp') and set(os.environ) <= {'PWD', 'LC_CTYPE'}"
+    assert scoring.runs_to_end(alone + "\nassert sum(map(str.isdigit, os.listdir('/proc'))) < 5", 30)
+    assert scoring.runs_to_end("try:\n    bytearray(2 << 30)\nexcept MemoryError:\n    pass\nelse:\n    exit(1)", 30)
+    assert not scoring.runs_to_end("import time; time.sleep(60)", 1.0)
+    assert not scoring.runs_to_end("while True: pass", 1.0)
+    assert not scoring.runs_to_end("import os\nos.fork()\nwhile True: pass", 1.0)
+    assert not scoring.runs_to_end("not a program", 30)
+    assert not scoring.runs_to_end("\udcff", 30)
 
 
-def test_nothing_is_run_if_programs_cannot_be_confined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "CALLS", {})
-    with pytest.raises(OSError, match="no filter for"):
-        sandbox.confine(1)
+def test_nothing_is_run_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="not installed: install it"):
+        scoring.check_sandbox()
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o700)
+    with pytest.raises(UserError, match="does not work here") as error:
+        scoring.check_sandbox()
+    assert "(bwrap: No permissions to create new namespace)" in str(error.value)
 
 
 @pytest.mark.parametrize(

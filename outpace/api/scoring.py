@@ -9,12 +9,15 @@ The fields of a line of a task file select the kind of scoring:
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from outpace.api import sandbox
 from outpace.core.errors import UserError
 
 NUMBER, CHOICE, TEXT, PROGRAM = "number", "choice", "text", "program"
@@ -24,6 +27,20 @@ _SAYS = re.compile(r"answer(?:\s+is|\s*:)", re.IGNORECASE)
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LETTER = r"(?<![\w]){}(?=[).:\]]|\s*$)"  # a letter as a choice, not as the article
 _AROUND = "\"'`*“”‘’ \n\t"
+_SECONDS = 5.0  # of a program
+_PASSED = 77  # exit status of a program that ran to its end; one that calls exit() has another
+# What the sandbox runs: it sets limits, then executes the program read from standard input.
+_RUN = f"""
+import os, resource, sys
+limits = {{"CPU": int(sys.argv.pop()), "AS": 1 << 30, "FSIZE": 0, "CORE": 0, "NPROC": 1}}
+for name, value in limits.items():
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+try:
+    exec(compile(sys.stdin.buffer.read(), "program", "exec"), {{"__name__": "program"}})
+except BaseException:
+    os._exit(1)
+os._exit({_PASSED})
+"""
 
 
 class Reference(NamedTuple):
@@ -93,7 +110,48 @@ def final_answer(reference: Reference, answer: str) -> Fraction | str | bool | N
 
 def passes(reference: Reference, answer: str) -> bool:
     """Whether the answer's program passes the reference's test."""
-    return sandbox.runs_to_end(program_of(reference, answer))
+    return runs_to_end(program_of(reference, answer))
+
+
+def check_sandbox() -> None:
+    """Raise UserError if programs cannot be run here in a sandbox."""
+    why = "--run-tests runs programs in the sandbox of bubblewrap"
+    if shutil.which("bwrap") is None:
+        raise UserError(f"{why}, which is not installed: install it (Debian: apt install bubblewrap), or leave it out")
+    done = subprocess.run(_sandboxed(_SECONDS), input=b"", capture_output=True, check=False)
+    if done.returncode != _PASSED:
+        says = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2] or f"status {done.returncode}"
+        raise UserError(f"{why}, which does not work here ({says}): leave it out")
+
+
+def runs_to_end(program: str, seconds: float = _SECONDS) -> bool:
+    """Whether a Python program runs to its end within this time, both elapsed and of a processor, and one GiB.
+
+    It runs in a sandbox without network, with a read-only file system and an empty /tmp.
+    """
+    try:
+        done = subprocess.run(
+            _sandboxed(seconds),
+            input=program.encode("utf-8", "replace"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=seconds,
+            env={},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == _PASSED
+
+
+def _sandboxed(seconds: float) -> list[str]:
+    """Return the command that runs the program on its standard input in a sandbox."""
+    return [
+        shutil.which("bwrap") or "bwrap",
+        *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/run"),
+        *("--chdir", "/", "--unshare-all", "--cap-drop", "ALL", "--new-session", "--die-with-parent", "--clearenv"),
+        *(os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _RUN, str(max(1, round(seconds)))),
+    ]
 
 
 def number_in(answer: str) -> Fraction | None:

@@ -64,7 +64,7 @@ class BenchFlags:
     )
     memory: bool = flag(False, "Also load each method in a process of its own and report its peak memory.")
     run_tests: bool = flag(
-        False, "Score programs that the models write by running their tests, each in a confined process."
+        False, "Score programs that the models write by running their tests, each in a sandbox (needs bubblewrap)."
     )
 
 
@@ -117,8 +117,8 @@ def bench(
 
 def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFlags) -> BenchOptions:
     """Convert the flags to BenchOptions, and check names before a model is loaded."""
-    from outpace.api import sandbox
     from outpace.api.params import SamplingParams
+    from outpace.api.scoring import check_sandbox
     from outpace.bench import contenders
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
@@ -128,8 +128,8 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
     if model.is_on_ray:
         raise UserError(f"--worker is {model.worker!r}, a bench takes the address of a draft worker: grpc://HOST:PORT")
     LoadOptions(inflate=measured.inflate)  # checks it
-    if measured.run_tests and not sandbox.is_available():
-        raise UserError("--run-tests confines programs by Linux's seccomp, which does not work here; leave it out")
+    if measured.run_tests:
+        check_sandbox()
     params = SamplingParams(**asdict(sampling))
     given = {name: getattr(model, name) for name in ("drafter", "rule", "worker", "draft_threads", "nodes")}
     common = {name: value for name, value in given.items() if value != getattr(ModelFlags, name)}
