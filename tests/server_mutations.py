@@ -25,7 +25,7 @@ from outpace.server import (
     responses,
     tool_calls,
 )
-from outpace.server.admission import Admission, Reservation
+from outpace.server.admission import Admission
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
 from outpace.server.middleware import Middleware
@@ -44,7 +44,7 @@ def to_one_another(reduce_apart: Original) -> Original:
 
 
 def as_internal_error(error: Original) -> Original:
-    return lambda self, refusal: ApiError(500, refusal.message, code=refusal.code)
+    return lambda self, message, code: ApiError(500, message, code=code)
 
 
 def of_the_first(hashes: Original) -> Original:
@@ -52,8 +52,8 @@ def of_the_first(hashes: Original) -> Original:
     return lambda text, tag: hashes(text, tag).split(" ")[0]
 
 
-def at_once(seconds_to_start: Original) -> Original:
-    return lambda self, counts: 0.0
+def of_the_queue_alone(max_waiting: Original) -> Original:
+    return lambda self, running: self._limits.max_queue
 
 
 def at_each_chunk(push: Original) -> Original:
@@ -184,9 +184,9 @@ LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
     (LIFE, "a_disconnect_aborts_the_request", EngineThread, "abort", nothing),
-    (LIFE, "an_invalid_request_releases_its_reservation", Reservation, "release", nothing),
-    (ADMISSION, "reservations_count", Admission, "_error", as_internal_error),
-    (ADMISSION, "a_request_that_cannot_start_in_time_is_refused_at_once", Admission, "_seconds_to_start", at_once),
+    (LIFE, "an_invalid_request_takes_no_place", Admission, "release", nothing),
+    (ADMISSION, "reserved_places_count", Admission, "_error", as_internal_error),
+    (ADMISSION, "free_slots_are_filled_at_once", Admission, "_max_waiting", of_the_queue_alone),
     ("test_server_apis.py::test_", "the_page_needs_no_other_server", app, "_block_hashes", of_the_first),
     (ERRORS, "json_depth_is_bounded", request_body, "_check_json", nothing),
     (ERRORS, "any_right_credential_passes", Middleware, "_authenticate", by_authorization),

@@ -32,8 +32,7 @@ def llm(tiny_folder: str) -> Iterator[outpace.LLM]:
 
 def check_refusal(refused: Answered, code: str) -> None:
     assert (refused.status, refused.error["code"], refused.error["type"]) == (429, code, "rate_limit_error")
-    assert int(refused.headers["retry-after"]) >= 1
-    assert int(refused.headers["retry-after-ms"]) > 0
+    assert (refused.headers["retry-after"], refused.headers["retry-after-ms"]) == ("1", "1000")
 
 
 def test_a_full_queue_refuses_with_retry_headers(llm: outpace.LLM, brake: Brake) -> None:
@@ -44,18 +43,15 @@ def test_a_full_queue_refuses_with_retry_headers(llm: outpace.LLM, brake: Brake)
 
 
 def test_a_refusal_needs_only_the_head_and_keeps_the_connection(llm: outpace.LLM, brake: Brake) -> None:
-    with loaded(llm, brake, 3, max_queue=1) as site:
-        before = site.server.server_state.total_requests
-        with site.socket() as connection:
-            answers = connection.makefile("rb")
-            for _ in range(3):
-                connection.sendall(head(length=10))
-                assert read_refusal(answers)["error"]["code"] == "queue_full"
-                connection.sendall(b"half")
-                connection.sendall(b" a bod")  # dropped
-            assert site.server.server_state.total_requests == before  # none reached the application
-            connection.sendall(VERSION)
-            assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+    with loaded(llm, brake, 3, max_queue=1) as site, site.socket() as connection:
+        answers = connection.makefile("rb")
+        for _ in range(3):
+            connection.sendall(head(length=10))
+            assert read_refusal(answers)["error"]["code"] == "queue_full"
+            connection.sendall(b"half")
+            connection.sendall(b" a bod")  # dropped
+        connection.sendall(VERSION)
+        assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
         assert site.figure("requests_rejected_total", reason="queue_full") == 3
 
 
@@ -71,13 +67,21 @@ def read_refusal(answers: Any) -> Any:
     return json.loads(answers.read(int(found["content-length"])))
 
 
-@pytest.mark.parametrize("header", ["Connection: close", "Expect: 100-continue"])
-def test_a_refusal_closes_a_connection_that_cannot_be_kept(llm: outpace.LLM, brake: Brake, header: str) -> None:
-    with loaded(llm, brake, 3, max_queue=1) as site, site.socket() as connection:
-        connection.sendall(head(CHAT, 4, header) + (b"body" if "close" in header else b""))
-        reply = connection.makefile("rb").read()  # to the connection's end
-        assert reply.startswith(b"HTTP/1.1 429 ")
-        assert b"\r\nconnection: close\r\n" in reply
+def test_a_connection_that_never_ends_its_body_is_closed(llm: outpace.LLM, brake: Brake) -> None:
+    """Also after a refusal, when nothing reads the body."""
+    with loaded(llm, brake, 3, max_queue=1, body_seconds=0.2) as site, site.socket() as connection:
+        connection.sendall(head(CHAT, 1000))
+        answers = connection.makefile("rb")
+        assert read_refusal(answers)["error"]["code"] == "queue_full"
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        wait_for(is_closed)
 
 
 def test_a_full_queue_reports_a_wrong_key_first(llm: outpace.LLM, brake: Brake) -> None:
@@ -90,11 +94,10 @@ def test_a_full_queue_reports_a_wrong_key_first(llm: outpace.LLM, brake: Brake) 
         assert site.ask("/tokenize", {"prompt": "a"}, X_Api_Key="mine").status == 200
 
 
-def test_a_burst_is_refused_by_the_heads(llm: outpace.LLM, brake: Brake) -> None:
+def test_a_burst_is_refused(llm: outpace.LLM, brake: Brake) -> None:
     """All requests arrive before the event loop handles the first of them."""
     with served(llm, ServerLimits(max_queue=3)) as site:
-        loop, reached = site.service._loop, site.server.server_state.total_requests
-        held, go = threading.Event(), threading.Event()
+        loop, held, go = site.service._loop, threading.Event(), threading.Event()
         connections = [site.socket() for _ in range(20)]
         wait_for(lambda: len(site.server.server_state.connections) == 20)
         assert loop is not None
@@ -105,7 +108,6 @@ def test_a_burst_is_refused_by_the_heads(llm: outpace.LLM, brake: Brake) -> None
             one.sendall(head(CHAT, len(data)) + data)
         go.set()
         site.wait_requests(5)  # two run, three wait
-        assert site.server.server_state.total_requests == reached  # none of the others reached the application
         wait_for(lambda: not site.service.admission.num_reserved)
         brake.release()
         assert sorted(one.recv(12) for one in connections) == [b"HTTP/1.1 200"] * 5 + [b"HTTP/1.1 429"] * 15
@@ -113,8 +115,10 @@ def test_a_burst_is_refused_by_the_heads(llm: outpace.LLM, brake: Brake) -> None
         site.wait_idle()
 
 
-@pytest.mark.parametrize("wrong", [b"no JSON", b'{"messages": 3}', b'{"messages": [], "model": "another"}'])
-def test_an_invalid_request_releases_its_reservation(llm: outpace.LLM, wrong: bytes) -> None:
+@pytest.mark.parametrize(
+    "wrong", [b"no JSON", b'{"messages": 3}', b'{"messages": [], "model": "another"}', b'{"messages": []}']
+)
+def test_an_invalid_request_takes_no_place(llm: outpace.LLM, wrong: bytes) -> None:
     with served(llm, ServerLimits(max_queue=1)) as site:
         for _ in range(4):
             assert site.ask(CHAT, wrong).status in (400, 404)
@@ -123,8 +127,8 @@ def test_an_invalid_request_releases_its_reservation(llm: outpace.LLM, wrong: by
         assert site.chat(max_tokens=2).status == 200
 
 
-def test_an_unfinished_body_has_no_reservation(llm: outpace.LLM) -> None:
-    """Reservations start at the body's end: otherwise heads alone could fill the queue."""
+def test_an_unfinished_body_takes_no_place(llm: outpace.LLM) -> None:
+    """Otherwise heads alone could fill the queue."""
     with served(llm, ServerLimits(max_queue=1)) as site:
         halves = [site.socket() for _ in range(8)]
         for half in halves:
@@ -156,15 +160,6 @@ def test_queue_timeout(llm: outpace.LLM, brake: Brake, stream: bool) -> None:
         assert site.figure("requests_rejected_total", reason="queue_timeout") == 1
         brake.release()
         site.wait_idle()
-
-
-def test_a_slow_queue_refuses(llm: outpace.LLM, brake: Brake, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loaded(llm, brake, 4) as site:
-        assert not site.service.admission.is_full
-        monkeypatch.setattr(site.service.admission._estimator, "seconds", lambda tokens: tokens)  # one token a second
-        for found in (site.chat(**LONG), site.chat(stream=True, **LONG), site.ask(CHAT, b"no JSON")):
-            check_refusal(found, "queue_slow")
-        assert site.figure("requests_rejected_total", reason="queue_slow") == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

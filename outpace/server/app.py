@@ -103,8 +103,7 @@ def _generate(kind: type[Any], to_request: Callable[..., Any], response_format: 
     async def handle(service: Service, request: Request) -> Response:
         service.check_ready()
         body, headers = await _body(service, request, kind)
-        key, reservation = _record(request).get("key", ""), request.scope["state"].get("reservation")
-        generation, group = await service.start(to_request, body, key, reservation)
+        generation, group = await service.start(to_request, body, _record(request).get("key", ""))
         reply = EventStream if body.stream else WholeReply
         return reply(service, group, response_format(service, body, generation, group), headers)
 

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outpace.card.link import match_key
 from outpace.server import logs
-from outpace.server.admission import Reservation
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.replies import error_reply
@@ -29,7 +28,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Middleware:
-    """An ASGI application around another. Connections ask it for refusals before they start a task for a request."""
+    """An ASGI application around another."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions, queued: frozenset[str], service: Service) -> None:
         """`queued` are the paths whose requests go through the queue."""
@@ -41,8 +40,7 @@ class Middleware:
             return
         headers = _by_name(scope["headers"])
         record = _new_record(scope["method"], scope["path"], headers)
-        state = scope.setdefault("state", {})
-        state["record"] = record
+        scope.setdefault("state", {})["record"] = record
         began = time.perf_counter()
 
         async def send_with_headers(message: Message) -> None:
@@ -53,58 +51,30 @@ class Middleware:
 
         try:
             _check_head(scope["http_version"], scope["headers"])
-            self._check(scope["path"], headers, record, state.get("reservation") is not None)
+            self._check(scope["path"], headers, record)
         except ApiError as error:
             reply = error_reply(error, record, is_messages_path(scope["path"]))
             await reply(scope, receive, send_with_headers)
         else:
             await self._app(scope, receive, send_with_headers)
         finally:
-            if (reservation := state.get("reservation")) is not None:
-                reservation.release()
             record["seconds"] = round(time.perf_counter() - began, 4)
             if scope["path"] not in UNLOGGED_PATHS:
                 logs.write("request", **record)
 
-    def refuse(self, method: str, path: str, pairs: Headers) -> Response | None:
-        """Return the whole response if the queue is full; None if it is not, and for other paths.
-
-        It needs only a request's head, so that a flood of requests costs no tasks.
-        """
-        if path not in self._queued or method != "POST" or not self._service.admission.is_full:
-            return None
-        headers = _by_name(pairs)
-        record = _new_record(method, path, headers)
-        try:
-            self._check(path, headers, record, False)
-            return None
-        except ApiError as error:
-            return _refusal(error, record)
-
     def refuse_invalid(self, path: str, reason: str) -> Response:
         """Return the response to bytes that the HTTP parser refuses; `path` may be incomplete."""
         error = ApiError(400, f"the request is not valid HTTP: {reason}", code="invalid_http")
-        return _refusal(error, _new_record("", path, {}))
+        record = _new_record("", path, {})
+        reply = error_reply(error, record, is_messages_path(path))
+        logs.write("request", **record, status=error.status, seconds=0.0)
+        reply.raw_headers.extend(_own_headers(record))
+        return reply
 
-    def reserve(self, method: str, path: str, pairs: Headers) -> Reservation | None:
-        """Reserve a place in the queue for a request whose body has arrived, before its task starts.
-
-        Of many requests that arrive at one moment, those that are too many are then refused by their heads. None if
-        the path has no queue, the queue is full, or the request may not pass: its task will report that.
-        """
-        admission = self._service.admission
-        if path not in self._queued or method != "POST" or admission.is_full:
-            return None
-        try:
-            self._authenticate(path, _by_name(pairs))
-        except ApiError:
-            return None
-        return admission.reserve()
-
-    def _check(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any], has_reservation: bool) -> None:
+    def _check(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any]) -> None:
         """Raise ApiError for a request that may not pass, or finds the queue full."""
         record["key"] = self._authenticate(path, headers)
-        if path in self._queued and not has_reservation:
+        if path in self._queued:
             self._service.admission.check()
 
     def _authenticate(self, path: str, headers: Mapping[bytes, str]) -> str:
@@ -126,14 +96,6 @@ class Middleware:
 def is_messages_path(path: str) -> bool:
     """Whether errors of this path have the format of the Messages API."""
     return path.startswith("/v1/messages")
-
-
-def _refusal(error: ApiError, record: dict[str, Any]) -> Response:
-    """Return an error as a whole response, and log it."""
-    reply = error_reply(error, record, is_messages_path(record["path"]))
-    logs.write("request", **record, status=error.status, seconds=0.0)
-    reply.raw_headers.extend(_own_headers(record))
-    return reply
 
 
 def _check_head(version: str, pairs: Headers) -> None:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import select
-import selectors
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from outpace.api.llm import LLM
@@ -32,7 +28,6 @@ from outpace.server.service import Service
 
 GRACE_SECONDS = 3.0  # for sending the last events
 SWITCH_INTERVAL = 0.0005  # seconds that the engine's thread may keep the interpreter lock from the event loop
-BATCHING_SECONDS = 0.02  # by which a refusal may be delayed, or by twice that on a new connection
 
 
 class Server(uvicorn.Server):
@@ -69,31 +64,6 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
 
 
-class BatchingSelector(selectors.DefaultSelector):
-    """An event loop's selector. While `is_full`, events of connections wait for a wake-up by another thread.
-
-    The event loop shares the CPU with the engine's threads. Woken for each refusal in a flood of requests, it would
-    interrupt them as often. So it wakes up once a step, when the engine has output anyway, and refuses many at once.
-    """
-
-    is_full: Callable[[], bool] = staticmethod(lambda: False)
-    _waker: Any = None  # by which other threads wake the loop: the first one that the loop registers
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = super().register(fileobj, events, data)
-        self._waker = self._waker or key
-        return key
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        began = time.monotonic()
-        found = super().select(timeout)
-        if timeout == 0 or not found or any(key is self._waker for key, _ in found) or not self.is_full():
-            return found  # with timeout 0 the loop has other work
-        left = BATCHING_SECONDS if timeout is None else min(BATCHING_SECONDS, timeout - (time.monotonic() - began))
-        select.select([self._waker.fd], [], [], max(left, 0.0))
-        return super().select(0)
-
-
 MAX_HEAD_BYTES = 64 << 10
 TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -102,13 +72,11 @@ TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r
 
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection with limits. The head of a request lasts from its first byte, or from the connection's
-    start, to its empty line. The body of a refused request is read and dropped."""
+    start, to its empty line."""
 
     limits: ServerLimits
     middleware: Middleware
     _timer: asyncio.TimerHandle | None = None  # of the current deadline
-    _is_refused = False
-    _keeps_alive = True  # after a refusal
     _head_bytes: int | None = 0  # received so far; None: no head is expected
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -137,29 +105,22 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._cancel_timer()
         self._head_bytes = None
         self._read_target()
-        if not self._refuse():
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
-            super().on_body(body)
+        self._expect(b"", 2 * self.limits.body_seconds)  # a handler that reads the body waits half as long
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
-            super().on_message_complete()
-            if not self.pipeline and not self.cycle.response_complete:  # its task is going to run
-                self.scope["state"]["reservation"] = self.middleware.reserve(*self._request_line())
-        elif not self._keeps_alive:
-            self.transport.close()
+        self._cancel_timer()
+        super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Name what the parser refuses. uvicorn calls this while it handles the parser's error."""
         path = self.url.partition(b"?")[0].decode("ascii", "replace") if self.scope else ""
         reply = self.middleware.refuse_invalid(path, str(sys.exc_info()[1] or msg))
-        self._close(_encode(reply, self.server_state.default_headers, False))
+        headers = [*self.server_state.default_headers, *reply.raw_headers, (b"connection", b"close")]
+        lines = [b"%b: %b\r\n" % pair for pair in headers]
+        self._close(b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body]))
 
     def _read_target(self) -> None:
         """Split an absolute target of a request. Its host replaces that of the Host header (RFC 9112, 3.2.2)."""
@@ -168,27 +129,6 @@ class BoundedConnection(HttpToolsProtocol):
             host, slash, path = rest.partition(b"/")
             self.url = (slash or b"/") + path
             self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
-
-    def _refuse(self) -> bool:
-        """Refuse the request if the queue is full; return whether it was. Pipelined requests are not refused here."""
-        self._is_refused = False
-        if self.cycle is not None and not self.cycle.response_complete:
-            return False
-        reply = self.middleware.refuse(*self._request_line())
-        if reply is None:
-            return False
-        self._is_refused = True
-        skips_body = self.expect_100_continue  # the client sends the body only after a 100
-        self._keeps_alive = self.parser.should_keep_alive() and not skips_body
-        self.transport.write(_encode(reply, self.server_state.default_headers, self._keeps_alive))
-        if skips_body:
-            self.transport.close()
-        self._expect(b"", self.limits.body_seconds)  # the rest of the body, or another request
-        return True
-
-    def _request_line(self) -> tuple[str, str, Sequence[tuple[bytes, bytes]]]:
-        path = self.url.partition(b"?")[0].decode("ascii", "replace")
-        return self.parser.get_method().decode("ascii"), path, self.headers
 
     def _expect_head(self) -> None:
         self._head_bytes = 0
@@ -207,30 +147,6 @@ class BoundedConnection(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(reply)
             self.transport.close()
-
-
-def _encode(reply: Response, default_headers: Sequence[tuple[bytes, bytes]], keeps_alive: bool) -> bytes:
-    headers = [*default_headers, *reply.raw_headers, *([] if keeps_alive else [(b"connection", b"close")])]
-    lines = [b"%b: %b\r\n" % pair for pair in headers]
-    return b"".join([STATUS_LINE[reply.status_code], *lines, b"\r\n", reply.body])
-
-
-def run_loop(main: Callable[[BatchingSelector], Any]) -> None:
-    """Run a coroutine as asyncio.run does, on a loop with a BatchingSelector, which is passed to `main`."""
-    selector = BatchingSelector()
-    loop = asyncio.SelectorEventLoop(selector)
-    try:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(main(selector))
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -253,8 +169,7 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started:
     service = Service(llm, options)
     server = make_server(build_app(service), service)
 
-    async def run(selector: BatchingSelector) -> None:
-        selector.is_full = lambda: service.admission.is_full
+    async def run() -> None:
         task = asyncio.create_task(server.serve([listener]))
         while not server.started and not task.done():
             await asyncio.sleep(0.01)
@@ -262,7 +177,7 @@ def serve(llm: LLM, options: ServerOptions, listener: socket.socket, on_started:
             on_started(service)
         await task
 
-    run_loop(run)
+    asyncio.run(run())
 
 
 def make_server(app: Middleware, service: Service) -> Server:

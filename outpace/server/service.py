@@ -17,7 +17,7 @@ from outpace.models.files.cache import sampled_digest
 from outpace.models.files.find import short_name
 from outpace.rules.judge import find_judge
 from outpace.server import logs
-from outpace.server.admission import Admission, Reservation
+from outpace.server.admission import Admission
 from outpace.server.choices import ChoiceGroup
 from outpace.server.engine_thread import ChoiceUpdate, EngineThread
 from outpace.server.errors import ApiError, unavailable
@@ -91,16 +91,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *arguments)
 
     async def start(
-        self,
-        to_request: Callable[[Any, Service], GenerationRequest],
-        body: Any,
-        key: str,
-        reservation: Reservation | None = None,
+        self, to_request: Callable[[Any, Service], GenerationRequest], body: Any, key: str
     ) -> tuple[GenerationRequest, ChoiceGroup]:
         """Admit a request and submit its choices to the engine; raise ApiError or UserError if that fails.
 
-        `to_request` converts the body in a worker thread. `reservation` is the request's place in the queue if it has
-        one already.
+        `to_request` converts the body in a worker thread.
         """
 
         def prepare() -> tuple[GenerationRequest, ChoiceGroup]:
@@ -108,20 +103,18 @@ class Service:
             choices = list(choices_of(request, self.llm, key))
             return request, ChoiceGroup(choices, request.prompts, key, request.count_thoughts)
 
-        return await self.submit(prepare, reservation)
+        return await self.submit(prepare)
 
-    async def submit(
-        self, prepare: Callable[[], tuple[T, ChoiceGroup]], reservation: Reservation | None = None
-    ) -> tuple[T, ChoiceGroup]:
+    async def submit(self, prepare: Callable[[], tuple[T, ChoiceGroup]]) -> tuple[T, ChoiceGroup]:
         """Admit what `prepare`, which runs in a worker thread, returns, and submit its choices to the engine; see
         `start`."""
         self.check_ready()
-        reservation = reservation or self.admission.reserve()
+        self.admission.reserve()
         try:
             request, group = await self.run_in_thread(prepare)
             self.admission.admit(group)
         finally:
-            reservation.release()
+            self.admission.release()
         self._set_deadlines(group)
 
         def fail_if_refused(done: asyncio.Future[None]) -> None:
@@ -172,14 +165,12 @@ class Service:
             self._loop.call_soon_threadsafe(self._deliver, updates)
 
     def _deliver(self, updates: Sequence[ChoiceUpdate]) -> None:
-        tokens = sum(len(update.delta.tokens) for update in updates if update.delta)
-        self.metrics.add("generation_tokens", tokens)
+        self.metrics.add("generation_tokens", sum(len(update.delta.tokens) for update in updates if update.delta))
         for choice, delta, ended in updates:
             self.metrics.updated(choice, delta, ended)
             choice.add(delta, ended)
             if choice.group is not None:
                 choice.group.wake()
-        self.admission.record(tokens)
 
 
 def system_fingerprint(llm: LLM, default_sampling: Mapping[str, Any] = {}) -> str:
