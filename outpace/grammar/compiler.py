@@ -77,16 +77,6 @@ _LONGEST = 300  # characters of a reason in an error
 _ECHO = re.compile(r"\s*\d+ \| ")  # a line of the grammar in llguidance's message
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _INNER = re.compile("<non-verbose/>|JSON|json_schema|grammars")
-_REASONS = (  # what llguidance says, and what an error says instead
-    (r"lookarounds not supported yet; Word", r"word boundaries such as \\b are not supported"),
-    (r"lookarounds not supported", "anchors within a regex are not supported"),
-    (r"regex parse error: .*error: (.*)", r"a regex is wrong: \1"),
-    (r"patternProperty regexes (.+) and (.+) are", r"two of its patternProperties, \1 and \2, may fit one name"),
-    (r"min/maxProperties only", "minProperties or maxProperties counts properties that are not required"),
-    (r"circular references", "a $ref that leads back to its own schema has other keywords next to it"),
-    (r"Unsatisfiable schema|NoExtensionBias|Regex is empty", "no text fits all of its limits"),
-    (r"[mM]ultiple ?[oO]f", "multipleOf is 0 or has too many digits"),
-)
 
 
 class Grammars:
@@ -217,17 +207,9 @@ def _used(clocks: Sequence[int], waited: float) -> float:
 
 
 def _refused(structure: Structure, said: str) -> UserError:
-    """Return the error for what llguidance said, in words about what the user gave."""
+    """Return the error for what llguidance said, without the lines of the grammar that it quotes."""
     lines = itertools.takewhile(lambda line: not _ECHO.match(line), said.partition("<state>")[0].splitlines())
     words = " ".join(" ".join(lines).split())
     is_own = structure.kind == "lark" and not _INNER.search(words)  # its places are those of the user's text
-    why = (
-        _PLACE.sub(r"line \1, column \2: ", words)
-        if is_own
-        else "it is too complex, or its limits contradict each other"
-    )
-    for found, reason in _REASONS:
-        if match := re.search(found, words):
-            why = match.expand(reason)
-            break
+    why = _PLACE.sub(r"line \1, column \2: " if is_own else "", words)
     return UserError(f"the {NAMES[structure.kind]} cannot be enforced: {why[:_LONGEST]}")

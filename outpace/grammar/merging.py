@@ -241,16 +241,13 @@ def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
         kept.pop("minProperties", None)
     if is_closed and most >= len(required) + len(optional):
         kept.pop("maxProperties", None)
-    if "minProperties" in kept and optional:
+    if optional and least == len(optional) and is_closed:
         del kept["minProperties"]
-        if is_closed and least == len(optional):
-            kept["required"] = [*required, *optional]
-        elif least == 1:
-            one = {"anyOf": [{"required": [name]} for name in optional]}
-            kept["allOf"] = [*kept.get("allOf", ()), one]
-        else:
-            raise unsupported("minProperties", least + len(required))
-    elif least > 1:
+        kept["required"] = [*required, *optional]
+    elif optional and least == 1:
+        del kept["minProperties"]
+        kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": [{"required": [name]} for name in optional]}]
+    elif least > 1 and not optional:
         raise unsupported("minProperties", least + len(required))
     if "maxProperties" in kept and optional:
         raise unsupported("maxProperties", most)

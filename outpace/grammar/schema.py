@@ -2,8 +2,8 @@
 
 Each keyword is treated in one of three ways, depending on its value. It is left out if it cannot affect the answer:
 titles, unknown annotations (JSON Schema 2020-12, Core, 6.5), `uniqueItems: false`, a string format for a number. It is
-enforced, if necessary after it was expressed by other keywords. Or it is refused by name: a limit is never ignored
-silently, and an unknown keyword that resembles a known one is assumed to be misspelt.
+enforced, if necessary after it was expressed by other keywords. Or it is refused, here by name or by llguidance: a
+limit is never ignored silently, and an unknown keyword that resembles a known one is assumed to be misspelt.
 """
 
 from __future__ import annotations
@@ -388,7 +388,9 @@ def _with_formats(kept: dict[str, Any]) -> dict[str, Any]:
     if (pattern := kept.pop("pattern", None)) is not None:
         patterns += _plain_patterns(pattern)
     if kept.get("patternProperties"):
-        kept["patternProperties"] = {_plain_name(name): inner for name, inner in kept["patternProperties"].items()}
+        kept["patternProperties"] = {
+            with_plain_classes(name): inner for name, inner in kept["patternProperties"].items()
+        }
     if patterns:
         kept["pattern"] = patterns[0]
     if more := [{"pattern": pattern} for pattern in patterns[1:]]:
@@ -401,13 +403,7 @@ def _plain_patterns(pattern: str) -> list[str]:
     for begin, others in _LOOKAHEADS:
         if pattern.startswith(begin) and not has_lookaround(rest := "^" + pattern[len(begin) :]):
             return [with_plain_classes(rest), *others]
-    return [_plain_name(part) for part in without_lookaheads(pattern)]
-
-
-def _plain_name(pattern: str) -> str:
-    if has_lookaround(pattern):
-        raise UserError(f"the pattern {pattern!r:.100} has a lookahead or lookbehind, which is not supported")
-    return with_plain_classes(pattern)
+    return list(map(with_plain_classes, without_lookaheads(pattern)))
 
 
 def _name_pattern(names: Mapping[str, Any]) -> str | None:
