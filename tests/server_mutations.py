@@ -20,15 +20,14 @@ from outpace.server import (
     chat_completions,
     content,
     generation_request,
-    middleware,
     request_body,
     responses,
     tool_calls,
 )
-from outpace.server.admission import Admission
+from outpace.server.app import Middleware
 from outpace.server.engine_thread import EngineThread
 from outpace.server.errors import ApiError
-from outpace.server.middleware import Middleware
+from outpace.server.service import Admission
 from outpace.tools.call_scanners import CallScanner
 from outpace.tools.calls import CallParser, merge_deltas
 
@@ -190,7 +189,7 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     ("test_server_apis.py::test_", "the_page_needs_no_other_server", app, "_block_hashes", of_the_first),
     (ERRORS, "json_depth_is_bounded", request_body, "_check_json", nothing),
     (ERRORS, "any_right_credential_passes", Middleware, "_authenticate", by_authorization),
-    (ERRORS, "contradictory_requests_are_refused", middleware, "_check_head", nothing),
+    (ERRORS, "contradictory_requests_are_refused", app, "_check_head", nothing),
     (SPLITS, "", CallParser, "push", at_each_chunk),
     (SPLITS, "", CallParser, "_emit", as_calls),
     (SPLITS, "", CallScanner, "push", single_braces),

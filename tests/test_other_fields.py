@@ -16,8 +16,7 @@ from outpace.server.chat_completions import ChatBody
 from outpace.server.completions import CompletionBody, InfillBody
 from outpace.server.errors import ApiError
 from outpace.server.messages import MessagesBody
-from outpace.server.other_fields import OTHER_FIELDS, OtherField
-from outpace.server.request_body import SamplingBody, validate
+from outpace.server.request_body import OTHER_FIELDS, OtherField, SamplingBody, validate
 from outpace.server.responses import ResponsesBody
 
 NOTE = "<|note|>"  # a special token that does not end an answer

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from outpace.server.admission import Admission
 from outpace.server.choices import Choice, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerLimits
+from outpace.server.service import Admission
 
 
 def group(choices: int = 1) -> Any:

@@ -17,7 +17,7 @@ from outpace.server.generation_request import (
     chat_request,
     template_values,
 )
-from outpace.server.other_fields import agreed
+from outpace.server.replies import ChunkFormat, new_id
 from outpace.server.request_body import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -26,8 +26,8 @@ from outpace.server.request_body import (
     MaxTokens,
     StreamOptions,
     Whole,
+    agreed,
 )
-from outpace.server.response_formats import ChunkFormat, new_id
 from outpace.server.service import Service
 from outpace.server.tool_calls import AnswerPart, template_call, tool_options
 from outpace.tools.calls import CallArguments, CallBegin, TextDelta

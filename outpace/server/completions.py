@@ -17,6 +17,7 @@ from outpace.core.types import TokenLogprobs
 from outpace.server.choices import Choice, ChoiceDelta, ChoiceEnd, ChoiceGroup
 from outpace.server.errors import ApiError
 from outpace.server.generation_request import GenerationRequest, drafting_options, max_answer_tokens
+from outpace.server.replies import ChunkFormat, ResponseFormat, finite, sse
 from outpace.server.request_body import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -28,7 +29,6 @@ from outpace.server.request_body import (
     Whole,
     sampling_params,
 )
-from outpace.server.response_formats import ChunkFormat, ResponseFormat, finite, sse
 from outpace.server.service import Service
 
 DEFAULT_TOKENS = 16

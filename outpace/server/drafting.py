@@ -32,8 +32,7 @@ from outpace.decoders.card import Card
 from outpace.server import logs
 from outpace.server.choices import Choice, ChoiceGroup
 from outpace.server.errors import ApiError
-from outpace.server.replies import note_error
-from outpace.server.response_formats import new_id
+from outpace.server.replies import new_id, note_error
 from outpace.server.service import Service
 
 PING_SECONDS = 1.0  # between two measurements of the round trip

@@ -13,8 +13,7 @@ from outpace.api.params import SamplingParams
 from outpace.models.text.template_form import text_of
 from outpace.server.choices import Choice
 from outpace.server.errors import ApiError, PromptTooLong
-from outpace.server.other_fields import agreed
-from outpace.server.request_body import Body, OutpaceOptions, SamplingBody, Whole, sampling_params
+from outpace.server.request_body import Body, OutpaceOptions, SamplingBody, Whole, agreed, sampling_params
 from outpace.server.tool_calls import ChatModel, TextSplitter, ToolOptions
 from outpace.tools.reasoning import has_begun_text
 

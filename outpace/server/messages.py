@@ -17,9 +17,8 @@ from outpace.server.generation_request import (
     chat_request,
     template_values,
 )
-from outpace.server.other_fields import refuse_others
-from outpace.server.request_body import Body, MaxTokens, SamplingBody
-from outpace.server.response_formats import ItemFormat, new_id, sse
+from outpace.server.replies import ItemFormat, new_id, sse
+from outpace.server.request_body import Body, MaxTokens, SamplingBody, refuse_others
 from outpace.server.service import Service
 from outpace.server.tool_calls import ToolOptions, parse_arguments, template_call, tool_options
 from outpace.tools.calls import CallBegin

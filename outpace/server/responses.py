@@ -19,8 +19,8 @@ from outpace.server.generation_request import (
     chat_request,
     template_values,
 )
+from outpace.server.replies import ItemFormat, new_id, sse
 from outpace.server.request_body import MAX_LOGPROBS, Body, MaxTokens, SamplingBody, StreamOptions, Whole
-from outpace.server.response_formats import ItemFormat, new_id, sse
 from outpace.server.service import Service
 from outpace.server.tool_calls import template_call, tool_options
 from outpace.tools.calls import CallBegin

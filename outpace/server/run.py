@@ -20,9 +20,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.server import logs
-from outpace.server.app import build_app
+from outpace.server.app import Middleware, build_app
 from outpace.server.errors import unavailable
-from outpace.server.middleware import Middleware
 from outpace.server.options import ServerLimits, ServerOptions
 from outpace.server.service import Service
 
