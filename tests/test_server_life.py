@@ -115,9 +115,10 @@ def test_a_burst_is_refused(llm: outpace.LLM, brake: Brake) -> None:
         site.wait_idle()
 
 
-@pytest.mark.parametrize(
-    "wrong", [b"no JSON", b'{"messages": 3}', b'{"messages": [], "model": "another"}', b'{"messages": []}']
-)
+BAD_REGEX = json.dumps({"messages": HELLO, "structured_outputs": {"regex": "("}}).encode()  # refused in a thread
+
+
+@pytest.mark.parametrize("wrong", [b"no JSON", b'{"messages": [], "model": "another"}', BAD_REGEX])
 def test_an_invalid_request_takes_no_place(llm: outpace.LLM, wrong: bytes) -> None:
     with served(llm, ServerLimits(max_queue=1)) as site:
         for _ in range(4):
