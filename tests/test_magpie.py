@@ -124,7 +124,6 @@ def test_two_processes_at_the_same_prompts(
     [
         (["--write-prompts", "0"], "write_prompts is 0"),
         (["--write-prompts", "3", "--evaluate", "x"], "exclude one another"),
-        (["--write-prompts", "3", "--evaluate", "x"], "exclude one another"),
         (["--begin", "Write", "--tokens", "9"], "--begin is for --write-prompts"),
     ],
 )
