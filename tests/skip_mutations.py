@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from doubles import collect_warnings, decode, make_request, write
 from mutation_checks import Mutation, Original
 from toy import Toy
@@ -23,6 +24,14 @@ LENGTH = 40
 
 
 def find_in_skipping() -> str | None:
+    """Try a set in every round, on few tokens, and look for faults."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_skip, "_WINDOW", 8)
+        patch.setattr(layer_skip, "_EVERY", 1)
+        return _find_fault()
+
+
+def _find_fault() -> str | None:
     """Return the first fault: a text that differs from plain decoding, a drafter that fails, or a rejected draft token
     although only sublayers without effect are skipped."""
     requests = [
@@ -33,7 +42,7 @@ def find_in_skipping() -> str | None:
         (Sublayers((IDLE,), (IDLE,)), None),
         (Sublayers((1,), (1,)), SublayerSearch(4, 0.25, 1.0, 99)),
     ):
-        drafter = LayerSkipDrafter(TARGET, sublayers, Options(confidence=0.0, skip_window=8, skip_every=1), search)
+        drafter = LayerSkipDrafter(TARGET, sublayers, Options(confidence=0.0), search)
         run, messages = collect_warnings(
             lambda of=drafter: decode(requests, "speculative", of, target=TARGET, check_storage=False, draft_length=3)
         )

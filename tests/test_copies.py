@@ -207,18 +207,20 @@ def test_the_longest_and_latest_match_comes_first() -> None:
     assert grown(drafter, state, tree) == 0
 
 
-def test_the_longest_matches_of_the_searched_places_are_copied() -> None:
+def test_the_longest_matches_of_the_searched_places_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last three tokens occur at three earlier places; the match at the oldest is two tokens longer."""
     text = (7, 8, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3, 6, 7, 8, 1, 2, 3)
     for places, expected in ((3, [4, 6]), (2, [6, 5]), (1, [6, 5])):
-        drafter = ngram.NgramDrafter(ngram.Options(copies=1, branches=2, places=places))
+        monkeypatch.setattr(ngram, "_PLACES", places)
+        drafter = ngram.NgramDrafter(ngram.Options(copies=1, branches=2))
         tree = TokenTree(3)
         assert grown(drafter, drafter.open(request(*text)), tree) == 2
         assert tree.tokens[1:] == expected
 
 
-def test_the_window_bounds_the_indexed_text() -> None:
-    drafter = ngram.NgramDrafter(ngram.Options(window=16))
+def test_the_window_bounds_the_indexed_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_WINDOW", 16)
+    drafter = ngram.NgramDrafter(ngram.Options())
     state = drafter.open(request(1, 2, 3, *range(10, 26), 1, 2))
     tree = TokenTree(2)
     assert grown(drafter, state, tree) == 0, "tokens beyond the window are forgotten"

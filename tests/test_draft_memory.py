@@ -78,7 +78,7 @@ DRAFTERS: dict[str, Callable[[Ledger, QuickToy], Drafter]] = {
     "ouroboros": lambda ledger, target: ouroboros.OuroborosDrafter(near(ledger), ouroboros.Options(tree_nodes=TREE)),
     "together": lambda ledger, target: SharedTree([DRAFTERS["layer_skip"](ledger, target), chains(ledger)]),
     "layer_skip": lambda ledger, target: layer_skip.LayerSkipDrafter(
-        target, Sublayers((1,), ()), layer_skip.Options(tree_nodes=TREE, skip_window=4, confidence=0.0)
+        target, Sublayers((1,), ()), layer_skip.Options(tree_nodes=TREE, confidence=0.0)
     ),
 }
 

@@ -97,9 +97,11 @@ class Guarded(LayerSkipDrafter):
     ],
 )
 def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
-    model: Model, sampling: Sampling, width: int
+    model: Model, sampling: Sampling, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Options(width=width, confidence=0.0, skip_window=6, skip_every=1)
+    monkeypatch.setattr(layer_skip, "_WINDOW", 6)
+    monkeypatch.setattr(layer_skip, "_EVERY", 1)
+    options = Options(width=width, confidence=0.0)
     drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(6, 0.4, 1.0, 50))
     rule = "greedy" if sampling.is_greedy else "gumbel"
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
@@ -174,7 +176,7 @@ def test_a_draft_ends_with_a_token_that_it_is_not_sure_of() -> None:
 
 
 @pytest.mark.parametrize(("target", "step"), [(0.9, 0.5), (0.5, 0.5), (0.2, 1.0), (0.9, 0.0)])
-def test_the_threshold_follows_the_acceptance_rate(target: float, step: float) -> None:
+def test_the_threshold_follows_the_acceptance_rate(target: float, step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It follows section 4.3 of Draft & Verify, recomputed here from the statistics of each round."""
     rounds: list[tuple[float, bool]] = []
 
@@ -184,7 +186,9 @@ def test_the_threshold_follows_the_acceptance_rate(target: float, step: float) -
             super().observe(state, seen)
 
     model = llama(DEEP)
-    options = Options(confidence=0.4, acceptance_target=target, confidence_step=step)
+    monkeypatch.setattr(layer_skip, "_ACCEPTANCE_TARGET", target)
+    monkeypatch.setattr(layer_skip, "_CONFIDENCE_STEP", step)
+    options = Options(confidence=0.4)
     with Engine(model, Noted(model, Sublayers((2,), ()), options)) as engine:
         run = engine.submit(make_request(text(model, 9), max_tokens=80), Speculative, Speculative.Options(6))
         finish(engine, [run])
@@ -199,14 +203,15 @@ def test_the_threshold_follows_the_acceptance_rate(target: float, step: float) -
     assert len(set(values)) == 1 if step == 0.0 else max(values) > 0.4 > min(values) or target != 0.5
 
 
-def test_the_search_finds_layers_that_do_nothing() -> None:
+def test_the_search_finds_layers_that_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of a toy's ten layers have no effect: a set of just these agrees everywhere, so the search keeps it."""
     toy = Toy(16, 10, 0)
     idle = (2, 4, 5, 7)
     for layer in idle:
         toy._tables[layer] = 0.0
     drafter = LayerSkipDrafter(toy, evenly_spaced(10, 0.4), Options(confidence=0.0), SublayerSearch(10, 0.4, 1.0, 2000))
-    drafter._options = Options(confidence=0.0, skip_window=24, skip_every=1)
+    monkeypatch.setattr(layer_skip, "_WINDOW", 24)
+    monkeypatch.setattr(layer_skip, "_EVERY", 1)
     assert drafter.sublayers != Sublayers(idle, drafter.sublayers.mlp)
     with Engine(toy, drafter) as engine:
         for number in range(40):

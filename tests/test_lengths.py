@@ -52,7 +52,7 @@ def test_heuristic_adds_two_or_subtracts_one() -> None:
 
 
 def test_confidence_stops_after_a_doubtful_token_and_fits_its_threshold() -> None:
-    lengths = Confidence(9, 0.4)
+    lengths = Confidence(9)
     tree = chain(0.9, 0.3)
     assert not lengths.is_enough(tree, [1])
     assert lengths.is_enough(tree, [2])
@@ -68,7 +68,7 @@ def test_confidence_stops_after_a_doubtful_token_and_fits_its_threshold() -> Non
 
 
 def test_expected_acceptance_multiplies_acceptance_rates() -> None:
-    lengths = Expected(9, 0.3)
+    lengths = Expected(9)
     assert not lengths.is_enough(chain(0.95), [1])
     assert not lengths.is_enough(chain(0.95, 0.85), [2])  # .95 * .85
     assert lengths.is_enough(chain(0.95, 0.85, 0.85), [3])
@@ -79,8 +79,8 @@ def test_expected_acceptance_multiplies_acceptance_rates() -> None:
 
 POLICIES = [
     ("heuristic", {"draft_length": 1}),
-    ("confidence", {"draft_length": 3, "confident": 0.5}),
-    ("expected", {"draft_length": 3, "doubt": 0.5}),
+    ("confidence", {"draft_length": 3}),
+    ("expected", {"draft_length": 3}),
 ]
 
 
@@ -130,7 +130,7 @@ def test_bild_passes_to_the_target_if_the_draft_is_unsure_and_rolls_back(fallbac
         request = make_request(prompt, rule_of("rollback", rollback=rollback), 40)
         drafter = ModelDrafter(draft, Options(width=1, floor=0.0))
         nodes = EngineOptions(nodes=6)
-        run = decode([request], "bild", drafter, target=TARGET16, engine=nodes, fallback=fallback, most=5)
+        run = decode([request], "bild", drafter, target=TARGET16, engine=nodes, fallback=fallback)
         slow, rolled = bild_slowly(draft, prompt, fallback, rollback)
         assert run.texts[0] == slow
         assert run.figures.accepted > 0
@@ -166,10 +166,7 @@ def test_bild_with_rollback_zero_is_plain_decoding(drafter: str) -> None:
     ("module", "options", "says"),
     [
         (Speculative, {"lengths": "long"}, "unknown lengths 'long'"),
-        (Speculative, {"confident": 1.5}, "confident"),
-        (Speculative, {"doubt": -0.1}, "doubt"),
         (Bild, {"fallback": 2.0}, "fallback"),
-        (Bild, {"most": 0}, "most"),
     ],
 )
 def test_wrong_lengths_are_refused(module: object, options: dict, says: str) -> None:

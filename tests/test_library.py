@@ -145,7 +145,11 @@ def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) 
             "^draft_length is 8, which takes 9 nodes in a pass, the root included, and nodes is 8: raise nodes or",
         ),
         ({"method": "pearl", "draft_length": "9", "nodes": 8}, "^draft_length is 9, which takes 9 nodes in a pass"),
-        ({"method": "bild", "most": 12, "nodes": 11}, "^most is 12, which takes 13 nodes in a pass"),
+        ({"method": "bild", "most": 12}, "option 'most' .--most. was removed, leave it out: it is always 10 for bild"),
+        (
+            {"drafter": "suffix", "copies": 3},
+            "option 'copies' .--copies. was removed, leave it out: it is always 32 for suffix",
+        ),
         ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
         ({"draft": "layers:1,0"}, "layers is '1,0', it must be numbers from 0 to 1 in rising order"),
         ({"draft": "layers:x"}, "layers is 'x', it must be numbers"),

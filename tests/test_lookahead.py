@@ -58,11 +58,18 @@ def play(
     return found
 
 
+@pytest.fixture
+def without_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool takes no n-grams of prompt and answer."""
+    monkeypatch.setattr(LookaheadDrafter, "_read", lambda *parts: None)
+
+
+@pytest.mark.usefixtures("without_text")
 @pytest.mark.parametrize(("window", "ngram"), [(4, 3), (7, 5), (1, 2), (3, 4)])
 def test_the_window_is_the_jacobi_iteration(window: int, ngram: int) -> None:
     """Each column's next guess is what the target says behind the chain of first guesses and the column."""
     text = [random.Random(0).randrange(11) for _ in range(20)]
-    drafter = LookaheadDrafter(Options(window=window, ngram=ngram, guesses=256, from_text=False))
+    drafter = LookaheadDrafter(Options(window=window, ngram=ngram, guesses=256))
     columns = [list(column) for column in drafter.open(request(text)).columns]
     pool: set[tuple[int, ...]] = set()
     for mine, held in play(drafter, text, 12):
@@ -96,8 +103,9 @@ def test_accepted_tokens_move_the_window() -> None:
     assert len(state.columns) == 4
 
 
+@pytest.mark.usefixtures("without_text")
 def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
-    drafter = LookaheadDrafter(Options(window=3, ngram=3, guesses=2, from_text=False))
+    drafter = LookaheadDrafter(Options(window=3, ngram=3, guesses=2))
     state = drafter.open(request([3, 1, 4]))
     for phrase in ((5, 6), (7, 8), (9, 9)):
         state.pool.learn(4, phrase)
@@ -109,8 +117,9 @@ def test_phrases_of_the_pool_are_candidates_and_the_window_is_not() -> None:
     assert grown(drafter, state, tree) == 0, "the window is there already"
 
 
+@pytest.mark.usefixtures("without_text")
 def test_a_probe_where_a_candidate_stands_is_that_candidate() -> None:
-    drafter = LookaheadDrafter(Options(window=2, ngram=3, from_text=False))
+    drafter = LookaheadDrafter(Options(window=2, ngram=3))
     state = drafter.open(request([3, 1, 4]))
     state.columns = [[5, 6], [5, 6]]
     state.pool.learn(4, (5, 6))
@@ -136,19 +145,21 @@ def test_a_candidate_of_another_drafter_stands_beside_an_equal_probe() -> None:
     assert len(outcome.steps[0]) <= len(alone.steps[0]) < 40
 
 
+@pytest.mark.usefixtures("without_text")
 def test_only_candidates_count_as_drafted() -> None:
     asked = make_request((3, 1, 4), max_tokens=30)
-    outcome = decode([asked], "speculative", LookaheadDrafter(Options(from_text=False)), target=TARGET, engine=WIDE)
+    outcome = decode([asked], "speculative", LookaheadDrafter(Options()), target=TARGET, engine=WIDE)
     first = outcome.steps[0][0]
     assert (first.drafted, first.depth_offered) == (0, 0)
     assert first.verified_rows == 1 + 7
     assert outcome.texts == [write(TARGET, asked)]
 
 
+@pytest.mark.usefixtures("without_text")
 def test_a_text_is_written_in_fewer_passes() -> None:
     target = QuickToy(16, 1, 0)
     asked = make_request((3,), "gumbel", 80, temperature=0.7)
-    found = decode([asked], "speculative", LookaheadDrafter(Options(from_text=False)), target=target, engine=WIDE)
+    found = decode([asked], "speculative", LookaheadDrafter(Options()), target=target, engine=WIDE)
     assert found.texts == [write(target, asked)]
     assert found.figures.accepted > 8
 

@@ -85,11 +85,12 @@ def test_where_the_draft_disagrees_its_own_token_goes_on() -> None:
     assert tree.child(0, wrong) is not None, "the target may still judge it"
 
 
-def test_the_pool_learns_what_is_said_behind_rejected_tokens() -> None:
+def test_the_pool_learns_what_is_said_behind_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against all paths of the tree, one by one."""
+    monkeypatch.setattr(ouroboros, "FOLLOWERS", 256)
     chance = random.Random(0)
     for _ in range(50):
-        drafter = OuroborosDrafter(TARGET, Options(phrase=3, followers=256))
+        drafter = OuroborosDrafter(TARGET, Options(phrase=3))
         state, tree = drafter.open(request((3, 1, 4))), TokenTree(4)
         for node in range(25):
             tree.add(chance.randrange(len(tree)), chance.randrange(3), -0.1 * node)

@@ -27,8 +27,8 @@ PROMPT = (3, 1, 4, 1, 5)
 WIDE = EngineOptions(nodes=64, rows=256)
 
 
-def drafter(ahead: int = 32) -> prediction.PredictionDrafter:
-    return prediction.PredictionDrafter(prediction.Options(ahead=ahead))
+def drafter() -> prediction.PredictionDrafter:
+    return prediction.PredictionDrafter(prediction.Options())
 
 
 def run(guess: Sequence[int], method: str = "speculative", count: int = 60, worker: str | None = None) -> Outcome:
@@ -157,8 +157,8 @@ def test_a_prediction_that_would_not_be_used_is_refused(tiny: Path) -> None:
         llm.generate("hello", max_tokens=4, prediction="hello")
         with pytest.raises(UserError, match="prediction is 7"):
             llm.generate("hello", prediction=7)
-    with pytest.raises(UserError, match="ahead is 0"):
-        prediction.Options(ahead=0)
+    with pytest.raises(UserError, match="branches is 0"):
+        prediction.Options(branches=0)
 
 
 def test_the_command_line_reads_a_prediction_and_prints_its_counts(tiny: Path, tmp_path: Path) -> None:

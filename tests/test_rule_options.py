@@ -17,7 +17,7 @@ from outpace.api.llm import LLM
 from outpace.cli.main import app
 from outpace.core import registry
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, whole
+from outpace.core.options import MethodOptions, help_of, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import Row
 from outpace.engine.build import find_rule
@@ -34,9 +34,9 @@ class SecondBest(Greedy):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`every`: distance of the positions at which the target's second best token is written."""
-
-        every: int = whole(3, 1, 100)
+        every: int = whole(
+            3, 1, 100, help="distance of the positions at which the target's second best token is written"
+        )
 
     def reduce(self, logits, rows: list[Row]) -> list[int]:  # type: ignore[no-untyped-def]
         best = logits.topk(2).indices.tolist()
@@ -135,6 +135,27 @@ def test_every_number_among_the_options_of_rules_and_drafters_has_bounds() -> No
     ]
     assert len(numbers) > 40
     assert [f"{name} {one.name}" for name, one in numbers if "bounds" not in one.metadata] == []
+
+
+def test_every_option_has_a_sentence_that_the_page_shows() -> None:
+    assert [
+        f"{name} {one.name}"
+        for (_, name), options in OPTIONS.items()
+        for one in fields(options)
+        if not help_of(options).get(one.name)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [(option, name) for option, values in registry.REMOVED.items() for name in values]
+)
+def test_a_removed_option_is_named_with_its_value(option: str, name: str) -> None:
+    assert option not in {
+        one.name for (_, method), options in OPTIONS.items() if method == name for one in fields(options)
+    }
+    [kind] = [kind for kind, method in OPTIONS if method == name]
+    with pytest.raises(UserError, match=f"'{option}' .* was removed, leave it out: it is always .* for "):
+        registry.check_known({f"a {name}": registry.find(kind, name)}, {option: 1})
 
 
 def test_its_option_is_a_flag_and_a_row_of_the_table() -> None:

@@ -13,6 +13,7 @@ from doubles import QuickToy, decode, make_request, write
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
+from outpace.drafters import suffix
 from outpace.drafters._calibration import acceptance_rate
 from outpace.drafters._lookup import Certainty, LookupMatch, TreeLimits, grow_continuations, kind_of
 from outpace.drafters.suffix import Options, SuffixDrafter
@@ -32,18 +33,18 @@ def grown(drafter: SuffixDrafter, prompt: Sequence[int]) -> TokenTree:
     return tree
 
 
-def places_slowly(text: Sequence[int], options: Options) -> list[tuple[int, int]]:
+def places_slowly(text: Sequence[int]) -> list[tuple[int, int]]:
     """(length of the match, place) of the places that are looked at."""
     ranked = []
     for place in range(1, len(text)):
         length = 0
-        while length < min(place, options.depth) and text[place - length - 1] == text[len(text) - length - 1]:
+        while length < min(place, suffix._DEPTH) and text[place - length - 1] == text[len(text) - length - 1]:
             length += 1
         if length:
             ranked.append((max(known for known in LENGTHS if known <= length), place, length))
     most = max((known for known, _, _ in ranked), default=0)
     found = sorted(((place, length) for known, place, length in ranked if known == most), reverse=True)
-    return [(length, place) for place, length in found[: options.places]]
+    return [(length, place) for place, length in found[: suffix._PLACES]]
 
 
 def grow_slowly(
@@ -112,31 +113,35 @@ def test_past_answers_have_rates_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_tree_is_that_of_looking_everywhere(seed: int) -> None:
+def test_the_tree_is_that_of_looking_everywhere(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_COPIES", 6), ("_OFFERED", 4096), ("_PLACES", 9)):
+        monkeypatch.setattr(suffix, name, value)
     chance = random.Random(seed)
-    options = Options(copies=6, offered=4096, places=9, branches=3, least_chance=0.05)
-    drafter = SuffixDrafter(options)
+    drafter = SuffixDrafter(Options(branches=3))
     drafter._rates = [acceptance_rate(chance.uniform(0.1, 0.95)) for _ in drafter._rates]
     text = [chance.randrange(5) for _ in range(30)]
     for _ in range(12):
         start = chance.randrange(len(text) - 1)
         text += [*text[start : start + chance.randrange(1, 25)], chance.randrange(5)]
         mine, slow = grown(drafter, text), TokenTree(text[-1])
-        found = [LookupMatch(n, text[at : at + options.copies]) for n, at in places_slowly(text, options)]
+        found = [LookupMatch(n, text[at : at + 6]) for n, at in places_slowly(text)]
         grow_slowly(drafter, drafter.open(request(text)), slow, found, TreeLimits(4096, 3, 0.05))
         assert (mine.tokens, mine.parents, mine.scores) == (slow.tokens, slow.parents, slow.scores)
 
 
-def test_the_likeliest_are_offered_first() -> None:
+def test_the_likeliest_are_offered_first(monkeypatch: pytest.MonkeyPatch) -> None:
     text = [*range(20), 50, *range(20), 51, *range(20), 50, *range(15)]
-    every, few = (grown(SuffixDrafter(Options(offered=count)), text) for count in (24, 4))
+    every = grown(SuffixDrafter(Options()), text)
+    monkeypatch.setattr(suffix, "_OFFERED", 4)
+    few = grown(SuffixDrafter(Options()), text)
     assert few.tokens[1:] == [15, 16, 17, 18]
     assert len(every) > len(few)
 
 
-def test_the_longest_match_stands_first_however_often_a_shorter_one_stood() -> None:
+def test_the_longest_match_stands_first_however_often_a_shorter_one_stood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_PLACES", 4)
     text = [1, 2, 3, 7, *[3, 8] * 200, 1, 2, 3]
-    tree = grown(SuffixDrafter(Options(places=4)), text)
+    tree = grown(SuffixDrafter(Options()), text)
     assert tree.tokens[1] == 7
 
 
@@ -151,8 +156,9 @@ def test_past_answers_are_copied_and_prompts_of_others_are_not(past: int, copied
     assert len(grown(drafter, [9, 12, 13])) == 1, "an answer ends where it ended"
 
 
-def test_memory_is_bounded_over_many_tokens() -> None:
-    chance, drafter = random.Random(0), SuffixDrafter(Options(window=2048, past=2048))
+def test_memory_is_bounded_over_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_WINDOW", 2048)
+    chance, drafter = random.Random(0), SuffixDrafter(Options(past=2048))
     for _ in range(10):
         state = drafter.open(request([chance.randrange(40) for _ in range(1000)]))
         for turn in range(90):

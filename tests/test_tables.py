@@ -75,8 +75,9 @@ def test_a_table_is_bounded_over_many_tokens() -> None:
         assert len(state.last) <= 3
 
 
-def test_followers_of_followers_are_offered_to_all_requests() -> None:
-    drafter = cacheback.CachebackDrafter(cacheback.Options(least_chance=0.0), None)
+def test_followers_of_followers_are_offered_to_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cacheback, "_MIN_CHANCE", 0.0)
+    drafter = cacheback.CachebackDrafter(cacheback.Options(), None)
     drafter.close(drafter.open(request([1, 2, 3, 4, 5, 6, 7, 1])))
     tree = TokenTree(1)
     drafter.grow([drafter.open(request([9, 1]))], [tree])
@@ -112,8 +113,7 @@ def test_a_corpus_of_short_texts_is_refused(module: Any, texts: list[list[int]])
     ("module", "options", "said"),
     [
         (cacheback, {"leaders": 0}, "leaders is 0"),
-        (cacheback, {"least_chance": 2.0}, "least_chance is 2"),
-        (retrieval, {"longest": 33}, "longest is 33"),
+        (retrieval, {"branches": 65}, "branches is 65"),
     ],
 )
 def test_options_out_of_bounds_are_refused(module: Any, options: dict[str, Any], said: str) -> None:
@@ -126,12 +126,17 @@ OFFERED: dict[str, Any] = {"cacheback": cacheback, "retrieval": retrieval, "suff
 
 @pytest.mark.parametrize("name", OFFERED)
 @pytest.mark.parametrize("offered", [1, 2, 5, 16])
-def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int) -> None:
+def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit holds however often the decoder asks in a round."""
     chance, vocab = random.Random(3), 16
     texts = [[chance.randrange(4) for _ in range(300)] for _ in range(3)]
     module = OFFERED[name]
-    options = module.Options(offered=offered, least_chance=0.0, branches=4)
+    if name == "recycle":
+        options = module.Options(offered=offered, least_chance=0.0, branches=4)
+    else:
+        monkeypatch.setattr(module, "_OFFERED", offered)
+        monkeypatch.setattr(module, "_MIN_CHANCE", 0.0)
+        options = module.Options(branches=4)
     if name == "retrieval":
         drafter = retrieval.RetrievalDrafter(options, retrieval.Datastore(retrieval.make(texts, vocab, options)))
     else:

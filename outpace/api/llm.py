@@ -397,6 +397,7 @@ def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any
     for name in more:
         if registry.owners(name):
             continue
+        registry.check_kept(name)
         if name in (field.name for field in fields(SamplingParams)):
             raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
         if near := difflib.get_close_matches(name, allowed, n=1, cutoff=_SIMILARITY):

@@ -201,6 +201,7 @@ def _option_name(given: str, own: Iterable[str]) -> str:
     name = given.removeprefix("--").replace("-", "_")
     if name in options:
         return name
+    registry.check_kept(name)
     if given == "--version":
         raise UserError("--version is an option of the program, not of a command: `outpace --version`")
     raise unknown_option(given, [*own, *(f"--{name.replace('_', '-')}" for name in options)])

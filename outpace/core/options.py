@@ -1,28 +1,58 @@
-"""Options: dataclasses whose fields state their defaults and bounds together."""
+"""Options: dataclasses whose fields state their defaults, help and bounds together.
+
+Command-line flags, arguments of the library and of Ray, and the page of methods are made from these fields.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
-from outpace.core.errors import check_range, check_whole
+from outpace.core.errors import UserError, check_range, check_whole, unknown
 
 
-def whole(default: int | None, low: int, high: float = math.inf) -> Any:
+def option(default: Any, help: str, check: Callable[[str, Any], object] | None = None, **more: Any) -> Any:
+    """Declare an option; `check(name, value)` raises UserError for a value that is not allowed."""
+    return field(default=default, metadata={"help": help, "check": check, **more})
+
+
+def whole(default: int | None, low: int, high: float = math.inf, help: str = "", **more: Any) -> Any:
     """Declare an option that is a whole number from `low` to `high`; with default None it may be None too."""
-    return field(default=default, metadata={"check": check_whole, "bounds": (low, high)})
+    return option(default, help, partial(check_whole, low=low, high=high), bounds=(low, high), **more)
 
 
-def number(default: float | None, low: float, high: float = math.inf) -> Any:
+def number(default: float | None, low: float, high: float = math.inf, help: str = "", **more: Any) -> Any:
     """Declare an option that is a number from `low` to `high`; with default None it may be None too."""
-    return field(default=default, metadata={"check": check_range, "bounds": (low, high)})
+    return option(default, help, partial(check_range, low=low, high=high), bounds=(low, high), **more)
 
 
-def parsed(default: str, parse: Callable[[str], object]) -> Any:
+def parsed(default: str, parse: Callable[[str], object], help: str = "") -> Any:
     """Declare an option that is a text which `parse` accepts; for others it raises UserError."""
-    return field(default=default, metadata={"check": lambda name, value: parse(value), "bounds": ()})
+    return option(default, help, lambda name, value: parse(value))
+
+
+def one_of(default: str | None, allowed: Sequence[str], help: str = "", **more: Any) -> Any:
+    """Declare an option with these values; with default None it may be None too."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in allowed:
+            raise unknown(name, str(value), allowed)
+
+    return option(default, help, check, **more)
+
+
+def switch(default: bool | None, help: str = "", **more: Any) -> Any:
+    """Declare an option that is True or False; with default None it may be None too."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in (True, False):
+            also = ", it must be True, False or None" if default is None else ", it must be True or False"
+            raise UserError(f"{name} is {value!r:.50}{also}")
+
+    return option(default, help, check, **more)
 
 
 @dataclass(frozen=True)
@@ -30,13 +60,18 @@ class CheckedOptions:
     """Checks the fields that are declared by one of the functions above when an instance is created."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a value out of bounds."""
+        """Raise UserError for a value that is not allowed."""
         for one in fields(self):
-            value = getattr(self, one.name)
-            if "check" in one.metadata and not (value is None and one.default is None):
-                one.metadata["check"](one.name, value, *one.metadata["bounds"])
+            value, check = getattr(self, one.name), one.metadata.get("check")
+            if check is not None and not (value is None and one.default is None):
+                check(one.name, value)
 
 
 @dataclass(frozen=True)
 class MethodOptions(CheckedOptions):
     """The options of a method; without fields: no options."""
+
+
+def help_of(options: type) -> dict[str, str]:
+    """Return the help texts of a dataclass's fields, by name."""
+    return {one.name: one.metadata["help"] for one in fields(options) if one.metadata.get("help")}

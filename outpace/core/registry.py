@@ -21,7 +21,7 @@ from types import ModuleType, NoneType
 from typing import Any, get_args, get_type_hints
 
 from outpace.core.errors import UserError, unknown
-from outpace.core.options import MethodOptions
+from outpace.core.options import help_of
 from outpace.core.tree import Siblings
 
 DRAFT_MODEL = "a draft model"  # needed by drafters that run one
@@ -42,6 +42,33 @@ REMOVED_NAMES = {  # for one release: what to do instead
 }
 _DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
 
+# Options that became constants, with their values by method. For one release, so that those who set one learn of it.
+REMOVED: dict[str, dict[str, str]] = {
+    "acceptance_target": {"layer_skip": "0.9"},
+    "ahead": {"prediction": "32"},
+    "confidence_step": {"layer_skip": "0.01"},
+    "confident": {"speculative": "0.4"},
+    "copies": {"retrieval": "16", "suffix": "32"},
+    "depth": {"suffix": "64"},
+    "doubt": {"speculative": "0.3"},
+    "floor": {"ouroboros": "0.005"},
+    "followers": {"ouroboros": "8"},
+    "forced": {"grammar": "24"},
+    "from_text": {"lookahead": "true"},
+    "leaders": {"ouroboros": "32768"},
+    "least_chance": {"cacheback": "0.02", "ngram": "0", "retrieval": "0.1", "suffix": "0.05"},
+    "leaves": {"grammar": "4"},
+    "longest": {"retrieval": "16"},
+    "most": {"bild": "10"},
+    "offered": {"cacheback": "64", "retrieval": "64", "suffix": "24"},
+    "places": {"ngram": "8", "retrieval": "16", "suffix": "16"},
+    "shortest": {"retrieval": "2"},
+    "skip_every": {"layer_skip": "4"},
+    "skip_window": {"layer_skip": "50"},
+    "suffixes": {"ouroboros": "3"},
+    "window": {"ngram": "65536", "suffix": "65536"},
+}
+
 
 @dataclass(frozen=True)
 class Method:
@@ -55,7 +82,7 @@ class Method:
     options: tuple[str, ...]
     needs: str = ""
     cost: str = ""
-    about: str = ""  # meaning of the options
+    about: str = ""  # help of the options
 
 
 def names(kind: str) -> list[str]:
@@ -149,14 +176,8 @@ def describe(kind: str, name: str) -> Method:
         options=options,
         needs=_needs(kind, cls),
         cost=cost,
-        about=_meanings(method.Options) if options else "",
+        about="; ".join(f"`{option}`: {text}" for option, text in help_of(method.Options).items()),
     )
-
-
-def _meanings(options: type) -> str:
-    """Return what the options mean: the docstrings of their dataclass and its base classes."""
-    own = dict.fromkeys(cls.__doc__ or "" for cls in reversed(options.__mro__) if cls not in MethodOptions.__mro__)
-    return " ".join(" ".join(own).split())
 
 
 def _needs(kind: str, method: Any) -> str:
@@ -194,7 +215,17 @@ def check_known(modules: Mapping[str, Any], values: Mapping[str, Any], unnamed: 
     allowed = set[str]().union(*map(_fields, (*modules.values(), *unnamed)))
     for name in values:
         if name not in allowed:
-            raise _unknown_option(name, allowed, ", ".join(modules))
+            raise _unknown_option(name, allowed, modules)
+
+
+def check_kept(name: str, methods: Iterable[str] | None = None) -> None:
+    """Raise UserError for an option that was removed from these methods (None: from all that had it), with the value
+    that it has now."""
+    values = REMOVED.get(name, {})
+    chosen = values.keys() if methods is None else values.keys() & set(methods)
+    if chosen and (methods is not None or not owners(name)):
+        fixed = " and ".join(f"{values[method]} for {method}" for method in sorted(chosen))
+        raise UserError(f"option {name!r} ({_flag(name)}) was removed, leave it out: it is always {fixed}")
 
 
 def owners(option: str) -> list[str]:
@@ -207,13 +238,19 @@ def _fields(module: Any) -> set[str]:
     return {field.name for field in fields(module.Options)}
 
 
-def _unknown_option(name: str, allowed: Iterable[str], chosen: str) -> UserError:
-    """Say which methods have the option, if any, and how it is written on the command line."""
-    has = owners(name)
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _unknown_option(name: str, allowed: Iterable[str], modules: Iterable[str]) -> UserError:
+    """Say which methods have the option, if any, and how it is written on the command line. UserError for one that was
+    removed."""
+    check_kept(name)
+    check_kept(name, [module.rpartition(" ")[2] for module in modules])
+    has, chosen = owners(name), ", ".join(modules)
     if not has:
         return unknown("option", name, allowed, of=chosen)
-    flag = f"--{name.replace('_', '-')}"
-    return UserError(f"unknown option {name!r} ({flag}) of {chosen}; it belongs to {' and '.join(has)}")
+    return UserError(f"unknown option {name!r} ({_flag(name)}) of {chosen}; it belongs to {' and '.join(has)}")
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:

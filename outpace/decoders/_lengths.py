@@ -16,6 +16,8 @@ _WINDOW = 256  # number of latest verified tokens that the threshold is fitted t
 _MIN_SAMPLES = 8  # the threshold stays unchanged until more tokens than these were verified
 # Cost of stopping before a token that is accepted, relative to drafting one that is rejected.
 _FALSE_NEGATIVE_WEIGHT = 3.0
+_FIRST_THRESHOLD = 0.4  # as in transformers
+_MAX_REJECTION = 0.3  # chance of a rejection above which drafting stops, SpecDec++'s h
 _BINS = 10
 
 
@@ -54,9 +56,9 @@ class Confidence(Fixed):
     transformers' assisted generation.
     """
 
-    def __init__(self, length: int, threshold: float) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__(length)
-        self.threshold = threshold
+        self.threshold = _FIRST_THRESHOLD
         self._judged: deque[tuple[float, bool]] = deque(maxlen=_WINDOW)
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
@@ -77,16 +79,15 @@ class Expected(Fixed):
     chance, with that chance as prior.
     """
 
-    def __init__(self, length: int, doubt: float) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__(length)
-        self._doubt = doubt
         self._trials = [2.0] * _BINS
         self._accepted = [2.0 * (number + 0.5) / _BINS for number in range(_BINS)]
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
         best = max(new, key=tree.scores.__getitem__)
         nodes = [node for node in tree.path(best) if node]
-        return 1.0 - math.prod(self._acceptance(chance_of(tree, node)) for node in nodes) > self._doubt
+        return 1.0 - math.prod(self._acceptance(chance_of(tree, node)) for node in nodes) > _MAX_REJECTION
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         for chance, accepted in _judged(tree, path):

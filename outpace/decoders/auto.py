@@ -35,9 +35,7 @@ class Auto(Decoder):
 
     @dataclass(frozen=True)
     class Options(PlannerOptions):
-        """`deepest`: most draft layers in a round; `trials`: share of time for trying again what did not pay."""
-
-        deepest: int = whole(32, 0, 256)
+        deepest: int = whole(32, 0, 256, help="most draft levels in a round")
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         if not context.request.rule.traits.same_text:

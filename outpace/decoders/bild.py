@@ -2,7 +2,7 @@
 
 After BiLD, Kim et al., arXiv:2302.07863; here for decoder-only models.
 
-Drafting ends where the draft's likeliest token has a probability below `fallback`, or after `most` tokens. With its own
+Drafting ends where the draft's likeliest token has a probability below `fallback`, or after 10 tokens. With its own
 rule, rollback, this is lossy; with another rule the text is that rule's, and only the draft's length is BiLD's.
 """
 
@@ -12,10 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, number
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
+
+MAX_DRAFT = 10  # tokens that the draft writes before the target checks them
 
 
 class Bild(Decoder):
@@ -25,22 +27,23 @@ class Bild(Decoder):
     lossless = False
     cost = "drafting and a pass, one after the other"
     rule = "rollback"
-    length_option = "most"
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`fallback`: the draft stops where the probability of its likeliest token is lower; `most`: the most tokens
-        that it writes before the target checks them."""
+        fallback: float = number(
+            0.6, 0.0, 1.0, help="the draft stops where the probability of its likeliest token is lower"
+        )
 
-        fallback: float = number(0.6, 0.0, 1.0)
-        most: int = whole(10, 1, 256)
+    @classmethod
+    def num_nodes(cls, options: Options) -> int:
+        return MAX_DRAFT + 1
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule = context.request.rule
         tree = TokenTree(context.last_token)
         while True:
             num_confident = 1  # nodes (or draws) added before the draft became unsure
-            for _ in range(min(options.most, context.budget - 1)):
+            for _ in range(min(MAX_DRAFT, context.budget - 1)):
                 known = len(tree)
                 if not (yield Draft(tree)) or _is_unsure(tree, range(known, len(tree)), options.fallback):
                     break

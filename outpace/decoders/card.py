@@ -16,7 +16,7 @@ from typing import Any
 
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import LAYER_SHARE, DraftDirectives
-from outpace.core.options import MethodOptions, whole
+from outpace.core.options import MethodOptions, option, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
@@ -33,24 +33,25 @@ class Card(Decoder):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`just_in_time`: layers for which the target waits after a miss, for a bounded time; 0: it never waits.
-
-        `as_published`: CARD as in the paper. The drafter expands whole layers, the `width` best new nodes of the last
-        one, with `width` children each, ranked by the product of q; the target verifies the chain of the best children
-        and keeps in step with the drafter, as with `lockstep` 7; only C is searched; there is no just-in-time draft.
-
-        For ablations: `chain` true verifies one branch instead of the best tree; `secondary` false does not look in the
-        secondary cache B; `late` false drops nodes that arrived during the target's pass; `lockstep`: draft forwards in
-        each target pass, after which each side waits for the other, as in the authors' code; 0: the drafter never
-        waits.
-        """
-
-        just_in_time: int = whole(1, 0, 16)
-        as_published: bool = False
-        chain: bool = False
-        secondary: bool = True
-        late: bool = True
-        lockstep: int = whole(0, 0, 256)
+        just_in_time: int = whole(
+            1, 0, 16, help="levels for which the target waits after a miss, for a bounded time; 0: it never waits"
+        )
+        as_published: bool = option(
+            False,
+            "CARD as in the paper: the drafter expands whole levels, the `width` best new nodes of the last one, with"
+            " `width` children each, ranked by the product of q; the target verifies the chain of the best children and"
+            " keeps in step with the drafter, as with `lockstep` 7; only C is searched; there is no just-in-time draft",
+        )
+        chain: bool = option(False, "for ablations: true verifies one branch instead of the best tree")
+        secondary: bool = option(True, "for ablations: false does not look in the secondary cache B")
+        late: bool = option(True, "for ablations: false drops nodes that arrived during the target's pass")
+        lockstep: int = whole(
+            0,
+            0,
+            256,
+            help="for ablations: draft forwards in each target pass, after which each side waits for the other, as in"
+            " the authors' code; 0: the drafter never waits",
+        )
 
     @classmethod
     def drafter_defaults(cls, options: Options) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class Pearl(Decoder):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`draft_length`: tokens in a chain (gamma); best is the number that is drafted during one target pass."""
-
-        draft_length: int = whole(4, 1, 256)
+        draft_length: int = whole(
+            4, 1, 256, help="tokens in a chain (gamma); best is the number that is drafted during one target pass"
+        )
 
     @classmethod
     def num_nodes(cls, options: Options) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outpace.core.errors import unknown
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, one_of, whole
 from outpace.core.tree import TokenTree, best_nodes
 from outpace.core.types import Commit, Draft, Verify
 from outpace.decoders._lengths import Confidence, Expected, Fixed, Heuristic
@@ -26,22 +25,16 @@ class Speculative(Decoder):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`draft_length`: draft steps before the target verifies (gamma for a chain, the depth of a tree).
-
-        `lengths`: fixed; heuristic: begins at `draft_length`, two more after a fully accepted draft, one less after
-        any other; confidence: stops early where the drafter's probability is below `confident`, a threshold that is
-        then adapted; expected: stops early where the chance that any token is rejected exceeds `doubt`.
-        """
-
-        draft_length: int = whole(4, 1, 256)
-        lengths: str = "fixed"
-        confident: float = number(0.4, 0.0, 1.0)
-        doubt: float = number(0.3, 0.0, 1.0)
-
-        def __post_init__(self) -> None:
-            if self.lengths not in LENGTHS:
-                raise unknown("lengths", self.lengths, LENGTHS)
-            super().__post_init__()
+        draft_length: int = whole(
+            4, 1, 256, help="draft steps before the target verifies (gamma for a chain, the depth of a tree)"
+        )
+        lengths: str = one_of(
+            "fixed",
+            LENGTHS,
+            "fixed; heuristic: begins at `draft_length`, two more after a fully accepted draft, one less after any"
+            " other; confidence: stops early where the drafter's probability is below 0.4, a threshold that is then"
+            " adapted; expected: stops early where the chance that any token is rejected exceeds 0.3",
+        )
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         rule, lengths = context.request.rule, _lengths(options)
@@ -63,7 +56,7 @@ class Speculative(Decoder):
 
 def _lengths(options: Speculative.Options) -> Fixed:
     if options.lengths == "confidence":
-        return Confidence(options.draft_length, options.confident)
+        return Confidence(options.draft_length)
     if options.lengths == "expected":
-        return Expected(options.draft_length, options.doubt)
+        return Expected(options.draft_length)
     return Heuristic(options.draft_length) if options.lengths == "heuristic" else Fixed(options.draft_length)

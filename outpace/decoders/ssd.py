@@ -28,9 +28,9 @@ class Ssd(Decoder):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`draft_length`: tokens in a chain; the drafter's `width` is the number of outcomes that are drafted for."""
-
-        draft_length: int = whole(4, 1, 256)
+        draft_length: int = whole(
+            4, 1, 256, help="tokens in a chain; the drafter's `width` is the number of outcomes that are drafted for"
+        )
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         candidates, length = context.candidates, options.draft_length

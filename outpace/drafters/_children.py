@@ -138,19 +138,24 @@ class OfferState(ExpansionState):
 
 @dataclass(frozen=True)
 class ChildOptions(MethodOptions):
-    """`width`: nodes of a layer that get children, and children of each; `tree_nodes`: maximum size of the tree;
-    `draws`: children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children."""
+    """Options of drafters that add children below the nodes of one forward."""
 
-    width: int = whole(2, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
-    draws: str = parsed("2,1", DrawCounts.read)
+    width: int = whole(2, 1, 512, help="nodes of a level that get children, and children of each")
+    tree_nodes: int = whole(256, 2, 1 << 20, help="maximum size of the tree")
+    draws: str = parsed(
+        "2,1",
+        DrawCounts.read,
+        "children drawn below a node of depth 0, 1, ..., for rules that judge several drawn children",
+    )
 
 
 @dataclass(frozen=True)
 class HeadOptions(ChildOptions):
-    """`head_window`: number of trailing tokens that the head sees; 0: as the file says, usually all."""
+    """Options of drafters that run a trained head."""
 
-    head_window: int = whole(0, 0, 1 << 30)
+    head_window: int = whole(
+        0, 0, 1 << 30, help="number of trailing tokens that the head sees; 0: as the file says, usually all"
+    )
 
 
 class ChildAdder:

@@ -7,28 +7,29 @@ from dataclasses import dataclass, field
 
 from outpace_kernels import TopKRows
 
-from outpace.core.options import MethodOptions, number, parsed, whole
+from outpace.core.options import number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters._children import ChildAdder, DrawCounts, OfferState
+from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._multi_step import MultiStepCache, MultiStepExpander
 from outpace.drafters._tree_expander import SPARE, ExpansionJob, TreeExpander, as_top_k_rows
 from outpace.models.base import Model
 
 
 @dataclass(frozen=True)
-class ModelOptions(MethodOptions):
-    """`width`: number of nodes that a forward expands in each request, and of children that each of them gets;
-    `tree_nodes`: maximum size of the tree; `floor`: lowest estimated probability of a node that is expanded;
-    `draft_window`: number of trailing tokens that the draft model reads when drafting begins (0: all; default: the one
-    in its config.json); `draws`: number of children drawn below a node at depth 0, 1, ..., for rules that verify
-    several drawn children."""
+class ModelOptions(ChildOptions):
+    """Options of drafters that run a draft model step by step."""
 
-    width: int = whole(4, 1, 512)
-    tree_nodes: int = whole(256, 2, 1 << 20)
-    floor: float = number(0.005, 0.0, 1.0)
-    draft_window: int | None = whole(None, 0)
-    draws: str = parsed("2,1", DrawCounts.read)
+    width: int = whole(
+        4, 1, 512, help="number of nodes that a forward expands in each request, and of children that each of them gets"
+    )
+    floor: float = number(0.005, 0.0, 1.0, help="lowest estimated probability of a node that is expanded")
+    draft_window: int | None = whole(
+        None,
+        0,
+        help="number of trailing tokens that the draft model reads when drafting begins (0: all; default: the one in"
+        " its config.json)",
+    )
 
 
 @dataclass

@@ -20,6 +20,8 @@ from outpace.models.files import token_tables
 Phrase = tuple[int, ...]
 _END = -1  # pads phrases in a file
 _KIND = "phrases"
+LEADERS, FOLLOWERS = 32768, 8  # usual size of a table
+PHRASES_FILE = "a file that keeps the table of phrases between runs; the default is no file"  # help of an option
 
 
 class PhraseTable:

@@ -18,31 +18,32 @@ import numpy as np
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
-from outpace.drafters._phrases import Phrase, PhraseTable, PhraseTables
+from outpace.drafters._phrases import FOLLOWERS, LEADERS, PHRASES_FILE, Phrase, PhraseTable, PhraseTables
 from outpace.models.files import token_tables
 
 PHRASE = 3  # tokens per follower
+_OFFERED = 64  # tokens proposed in all
+_MIN_CHANCE = 0.02  # nodes that are less likely to be reached are not proposed
 LEARNT, FROZEN = 0, 1  # origins of followers
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`leaders`: tokens in the table; `followers`: phrases kept for each; `branches`: phrases proposed after a token;
-    `offered`: tokens proposed in all; `least_chance`: nodes that are less likely to be reached are not proposed;
-    `table`: a file made by outpace tune, or none; the default is the one made for this tokenizer, your own before the
-    shipped one; `phrases`: a file that keeps the table between runs; the default is no file."""
+    """Sizes and files of the tables."""
 
-    leaders: int = whole(32768, 1)
-    followers: int = whole(8, 1, 256)
-    branches: int = whole(8, 1, 64)
-    offered: int = whole(64, 1, 4096)
-    least_chance: float = number(0.02, 0.0, 1.0)
-    table: str = ""
-    phrases: str = ""
+    leaders: int = whole(LEADERS, 1, help="tokens in the table")
+    followers: int = whole(FOLLOWERS, 1, 256, help="phrases kept for each")
+    branches: int = whole(8, 1, 64, help="phrases proposed after a token")
+    table: str = option(
+        "",
+        "a file made by outpace tune, or none; the default is the one made for this tokenizer, your own before the"
+        " shipped one",
+    )
+    phrases: str = option("", PHRASES_FILE)
 
 
 @dataclass
@@ -84,13 +85,12 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
 
     def propose(self, state: CachebackState, tree: TokenTree) -> None:
         """Extend the best node first; a node is extended once, however many phrases end there."""
-        least = self._options.least_chance
         waiting, known = [(0.0, 0)], {0}  # -path score, node
-        size = len(tree) + state.num_left(self._options.offered)
+        size = len(tree) + state.num_left(_OFFERED)
         while waiting and len(tree) < size:
             node = heappop(waiting)[1]
             for phrase, origin, grade in islice(self._phrases(state.table, tree.tokens[node]), self._options.branches):
-                end = self.attach_branch(state, tree, phrase, 1, grade, least, node, origin, size)
+                end = self.attach_branch(state, tree, phrase, 1, grade, _MIN_CHANCE, node, origin, size)
                 if end not in known:
                     known.add(end)
                     heappush(waiting, (-tree.scores[end], end))

@@ -25,10 +25,10 @@ from outpace.models.heads.eagle3 import EagleModel
 
 @dataclass(frozen=True)
 class Options(HeadOptions):
-    """`floor`: nodes that the target reaches with a lower probability are not expanded."""
+    """Those of other heads, wider by default."""
 
-    width: int = whole(4, 1, 512)
-    floor: float = number(0.005, 0.0, 1.0)
+    width: int = whole(4, 1, 512, help="nodes of a level that get children, and children of each")
+    floor: float = number(0.005, 0.0, 1.0, help="lowest estimated probability of a node that is expanded")
 
 
 class EagleDrafter(FeatureDrafter):

@@ -11,21 +11,16 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, whole
+from outpace.core.options import MethodOptions
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import LookupDrafter, LookupState, kind_of, lookup
 
+_FORCED = 24  # tokens proposed at one place
+_LEAVES = 4  # proposals start at the last token and at this number of the likeliest leaves of the other drafters' tree
 _FIRST, _LATER = kind_of(5), kind_of(13)  # of a forced text's tokens; their rates begin at 0.8 and 0.9
 
-
-@dataclass(frozen=True)
-class Options(MethodOptions):
-    """`forced`: most tokens proposed at one place; `leaves`: proposals start at the last token and at this many of the
-    likeliest leaves of the other drafters' tree."""
-
-    forced: int = whole(24, 1, 256)
-    leaves: int = whole(4, 0, 256)
+Options = MethodOptions
 
 
 @dataclass
@@ -50,7 +45,7 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
             return
         root = [0] if tree.ids[0] not in state.asked else []
         leaves = [node for node in tree.leaves() if tree.ids[node] not in state.asked]
-        for node in [*root, *nlargest(self._options.leaves, leaves, key=tree.scores.__getitem__)]:
+        for node in [*root, *nlargest(_LEAVES, leaves, key=tree.scores.__getitem__)]:
             state.asked.add(tree.ids[node])
             kind = _FIRST
             for token in self._forced(state, tree, node):
@@ -64,7 +59,7 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
     def _forced(self, state: GrammarState, tree: TokenTree, node: int) -> list[int]:
         assert state.request.constraint is not None
         path = [tree.tokens[above] for above in tree.path(node)[1:]]
-        most = max(min(self._options.forced, tree.max_depth - len(path)), 0)
+        most = max(min(_FORCED, tree.max_depth - len(path)), 0)
         try:
             return state.request.constraint.forced(state.tokens, path)[:most]
         except UserError:  # a failed constraint ends its request in the target pass

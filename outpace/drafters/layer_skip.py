@@ -20,7 +20,7 @@ import numpy as np
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, number, option, whole
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels
@@ -213,31 +213,37 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
     return [offer[0][:1] == [token] for offer, token in zip(offers, text[start + 1 :], strict=True)]
 
 
+_WINDOW = 50  # tokens of an answer on which a set is tried
+_EVERY = 4  # drafted rounds for each that tries a set
+_ACCEPTANCE_TARGET = 0.9  # acceptance rate below which the threshold rises
+_CONFIDENCE_STEP = 0.01  # by which it moves, before smoothing
 _RATE_KEPT, _CONFIDENCE_KEPT = 0.5, 0.9  # per round, of the acceptance rate and of the threshold (beta 1 and beta 2)
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`skip_attention`, `skip_mlp`: layers whose attention or MLP is skipped, as in 3,5-8. If neither is given, sets
-    are tried on the last `skip_window` tokens of answers, in one of `skip_every` drafted rounds: first `skip_ratio` of
-    the layers spread evenly, then others of the same size, until one agrees with the target at a rate of `skip_enough`,
-    or `skip_trials` were made. A draft ends at the first token whose probability is below a threshold, initially
-    `confidence`. After each draft the threshold moves by a tenth of `confidence_step` (0: it is constant): up if the
-    acceptance rate is below `acceptance_target`, otherwise down if the threshold ended the draft. `width`: tokens
-    proposed at each place."""
+    """What is skipped, how that is searched for, and where a draft ends."""
 
-    skip_attention: str | None = None
-    skip_mlp: str | None = None
-    skip_ratio: float = number(0.45, 0.01, 0.99)
-    skip_window: int = whole(50, 4, 1024)
-    skip_every: int = whole(4, 1)
-    skip_enough: float = number(0.93, 0.0, 1.0)
-    skip_trials: int = whole(1000, 1)
-    confidence: float = number(0.8, 0.0, 1.0)
-    confidence_step: float = number(0.01, 0.0, 1.0)
-    acceptance_target: float = number(0.9, 0.0, 1.0)
-    width: int = whole(1, 1, 512)
-    tree_nodes: int = whole(256, 2, 16384)
+    skip_attention: str | None = option(None, "layers whose attention is skipped, as in 3,5-8")
+    skip_mlp: str | None = option(
+        None,
+        "layers whose MLP is skipped; if neither is given, sets are tried on the last 50 tokens of answers, in one of"
+        " four drafted rounds",
+    )
+    skip_ratio: float = number(
+        0.45, 0.01, 0.99, help="share of the layers in these sets, at first spread evenly, later others"
+    )
+    skip_enough: float = number(0.93, 0.0, 1.0, help="rate of agreement with the target at which the search ends")
+    skip_trials: int = whole(1000, 1, help="sets after which it ends in any case")
+    confidence: float = number(
+        0.8,
+        0.0,
+        1.0,
+        help="a draft ends at the first token whose probability is below a threshold, initially this; it rises while"
+        " the acceptance rate is below 0.9, and falls otherwise if it ended the draft",
+    )
+    width: int = whole(1, 1, 512, help="tokens proposed at each place")
+    tree_nodes: int = whole(256, 2, 16384, help="maximum size of the tree")
 
     def __post_init__(self) -> None:
         self.named()
@@ -285,14 +291,13 @@ class LayerSkipDrafter(Drafter):
         self.capabilities = replace(
             self.capabilities,
             sources=(self.capabilities.sources[0]._replace(width=options.width, weight_bytes=size),),
-            needs=Needs(session=max(options.tree_nodes, options.skip_window)),
+            needs=Needs(session=max(options.tree_nodes, 0 if search is None else _WINDOW)),
             models=(target,),
             learnt=self._pick_models,
         )
 
     def open(self, request: Request) -> SkipState:
-        options = self._options
-        return SkipState(request, confidence=options.confidence, acceptance=options.acceptance_target)
+        return SkipState(request, confidence=self._options.confidence, acceptance=_ACCEPTANCE_TARGET)
 
     def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> None:
         """Run one forward of the shortened target over the frontiers of all trees, and another one for a tree that
@@ -319,14 +324,14 @@ class LayerSkipDrafter(Drafter):
 
     def _adapt(self, state: SkipState, seen: Observation) -> None:
         """Update the acceptance rate and the threshold after a draft, by the rules of Draft & Verify."""
-        options, offers = self._options, state.offers
+        offers = state.offers
         walked = [
             (offers[node][0], token) for node, token in zip(seen.node_ids, seen.tokens, strict=True) if node in offers
         ]
-        accepted = sum(token in tokens[: options.width] for tokens, token in walked)
+        accepted = sum(token in tokens[: self._options.width] for tokens, token in walked)
         state.acceptance += (1.0 - _RATE_KEPT) * (accepted / state.layers - state.acceptance)
-        step = (1.0 - _CONFIDENCE_KEPT) * options.confidence_step
-        if state.acceptance < options.acceptance_target:
+        step = (1.0 - _CONFIDENCE_KEPT) * _CONFIDENCE_STEP
+        if state.acceptance < _ACCEPTANCE_TARGET:
             state.confidence = min(state.confidence + step, 1.0)
         elif state.is_unsure:
             state.confidence = max(state.confidence - step, 0.0)
@@ -353,10 +358,10 @@ class LayerSkipDrafter(Drafter):
         if self.search is None or self.search.is_over or state.slots or state.is_unsure:
             return
         state.rounds += 1
-        session, count = state.base, self._options.skip_window
+        session, count = state.base, _WINDOW
         has_text = session is not None and not session.pending and session.length == len(state.tokens) - 1
         has_text = has_text and len(state.tokens) - len(state.request.prompt) >= count and session.free >= count
-        if state.rounds < self._options.skip_every or not has_text:
+        if state.rounds < _EVERY or not has_text:
             return
         state.rounds = 0
         tried = self.search.propose()

@@ -15,29 +15,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.options import MethodOptions, whole
+from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
-from outpace.drafters._phrases import PhraseTable, PhraseTables
+from outpace.drafters._phrases import LEADERS, PhraseTable, PhraseTables
 
 _WORTH, _TRIED = 0.05, 200.0  # prior: tokens gained per probe, and its weight in probes
 _FADE = 0.99  # decay per round
-_LEADERS = 32768  # leaders in a pool
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`window`: columns of the window (W); `ngram`: tokens of an n-gram (N); `guesses`: most n-grams proposed after a
-    token (G). A pass needs --nodes W (N-1) + G (N-1) + 1, which pays off if rows are nearly free. `from_text`: the pool
-    also takes the n-grams of the prompt and the answer; `phrases`: a file that keeps the pool between runs; the default
-    is an empty pool for each answer, as in the paper."""
+    """The paper's three numbers, and a file."""
 
-    window: int = whole(7, 1, 256)
-    ngram: int = whole(5, 2, 32)
-    guesses: int = whole(7, 1, 256)
-    from_text: bool = True
-    phrases: str = ""
+    window: int = whole(7, 1, 256, help="columns of the window (W)")
+    ngram: int = whole(5, 2, 32, help="tokens of an n-gram (N)")
+    guesses: int = whole(
+        7,
+        1,
+        256,
+        help="most n-grams proposed after a token (G); a pass needs --nodes W (N-1) + G (N-1) + 1, which pays off if"
+        " rows are nearly free",
+    )
+    phrases: str = option(
+        "",
+        "a file that keeps the pool of n-grams between runs; the default is an empty pool for each answer, as in the"
+        " paper",
+    )
 
 
 @dataclass
@@ -59,7 +64,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
     def __init__(self, options: Options, given: BuildContext | None = None) -> None:
         super().__init__(options)
         self._given, self._judged = _WORTH * _TRIED, _TRIED  # accepted tokens of the pool; scored probes
-        self._pools = PhraseTables(_LEADERS, options.guesses, options.phrases, given)
+        self._pools = PhraseTables(LEADERS, options.guesses, options.phrases, given)
         self.capabilities = replace(self.capabilities, save=self._pools.save)
 
     def open(self, request: Request) -> LookaheadState:
@@ -93,8 +98,8 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         self._fill(state)
 
     def _read(self, state: LookaheadState, tokens: Sequence[int]) -> None:
-        if self._options.from_text:
-            state.last = state.pool.read(state.last, tokens, self._options.ngram - 1)
+        """Take the n-grams of the prompt and the answer into the pool."""
+        state.last = state.pool.read(state.last, tokens, self._options.ngram - 1)
 
     def _fill(self, state: LookaheadState) -> None:
         """Start new columns at the window's end, with pseudo-random tokens of the text."""

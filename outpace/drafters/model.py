@@ -24,10 +24,15 @@ from outpace.models.base import Model
 
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    """`steps`: number of draft steps in one CUDA graph; the default on a GPU is the usual number per round, at most 8,
-    and elsewhere 1."""
+    """Those of other draft models, and several steps in one graph."""
 
-    steps: int | None = whole(None, 1, MAX_STEPS)
+    steps: int | None = whole(
+        None,
+        1,
+        MAX_STEPS,
+        help="number of draft steps in one CUDA graph; the default on a GPU is the usual number per round, at most 8,"
+        " and elsewhere 1",
+    )
 
 
 class ModelDrafter(BaseModelDrafter):

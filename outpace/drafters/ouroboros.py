@@ -16,36 +16,31 @@ from dataclasses import dataclass, field
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Observation, Request, Source, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._composite import JoinedState
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
-from outpace.drafters._phrases import PhraseTable, PhraseTables
+from outpace.drafters._phrases import FOLLOWERS, LEADERS, PHRASES_FILE, PhraseTable, PhraseTables
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model
 from outpace.rules.base import top_k_rows
 
+_SUFFIXES = 3  # phrases proposed after a token
+_FLOOR = 0.005  # nodes that the target reaches with a lower probability are not expanded
 _SCORED = 5  # proposals that are scored, so that the share of the best one is known
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`suffixes`: phrases proposed after a token; `phrase`: most tokens of a phrase; `width`: nodes in a forward of the
-    draft; `tree_nodes`: maximum size of the tree; `floor`: nodes that the target reaches with a lower probability are
-    not expanded; `leaders`: tokens in the table of phrases; `followers`: phrases kept for each; `phrases`: a file that
-    keeps the table between runs; the default is no file; `draft_window`: as for drafter model."""
+    """The phrases, and how the draft model drafts."""
 
-    suffixes: int = whole(3, 0, 64)
-    phrase: int = whole(4, 1, 64)
-    width: int = whole(16, 1, 512)
-    tree_nodes: int = whole(256, 2, 16384)
-    floor: float = number(0.005, 0.0, 1.0)
-    leaders: int = whole(32768, 1)
-    followers: int = whole(8, 1, 256)
-    phrases: str = ""
-    draft_window: int | None = whole(None, 0)
+    phrase: int = whole(4, 1, 64, help="most tokens of a phrase")
+    width: int = whole(16, 1, 512, help="nodes in a forward of the draft")
+    tree_nodes: int = whole(256, 2, 16384, help="maximum size of the tree")
+    phrases: str = option("", PHRASES_FILE)
+    draft_window: int | None = whole(None, 0, help="as for drafter model")
 
 
 @dataclass
@@ -73,9 +68,9 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     def __init__(self, model: Model, options: Options, given: BuildContext | None = None) -> None:
         super().__init__(options)
         window = model.draft_window if options.draft_window is None else options.draft_window
-        self._expander = TreeExpander(model, options.width, options.tree_nodes, options.floor, window)
+        self._expander = TreeExpander(model, options.width, options.tree_nodes, _FLOOR, window)
         self._pick_models = PickModels()
-        self._pools = PhraseTables(options.leaders, options.followers, options.phrases, given)
+        self._pools = PhraseTables(LEADERS, FOLLOWERS, options.phrases, given)
         learnt = JoinedState([self._pick_models, self])
         self.capabilities = self._expander.capabilities(self.capabilities, learnt, save=self._pools.save)
 
@@ -99,7 +94,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     def propose(self, state: OuroborosState, tree: TokenTree) -> None:
         """Attach phrases after the draft's end."""
         end, grade = tree.ids.index(state.end), Certainty.SURE
-        for phrase in state.pool.followers(tree.tokens[end])[: self._options.suffixes]:
+        for phrase in state.pool.followers(tree.tokens[end])[:_SUFFIXES]:
             self.attach_branch(state, tree, phrase, 1, grade, node=end, most_nodes=self._options.tree_nodes)
             grade = Certainty.OTHER
 

@@ -26,9 +26,9 @@ from outpace.models.heads.eagle3 import EagleModel
 
 @dataclass(frozen=True)
 class Options(ChildOptions):
-    """`block`: number of consecutive tokens that a forward drafts."""
+    """Those of heads, and the length of a block."""
 
-    block: int = whole(8, 1, 64)
+    block: int = whole(8, 1, 64, help="number of consecutive tokens that a forward drafts")
 
 
 class ParallelDrafter(Drafter):

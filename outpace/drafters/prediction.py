@@ -14,15 +14,15 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
 
+_AHEAD = 32  # tokens copied from the prediction
 _VOUCHED = 4  # matching tokens that the caller's prediction counts as at the beginning of an answer
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`ahead`: tokens copied from the prediction; `branches`: most places in it from which they are copied."""
+    """What is copied."""
 
-    ahead: int = whole(32, 1, 1024)
-    branches: int = whole(2, 1, 64)
+    branches: int = whole(2, 1, 64, help="most places in the prediction from which tokens are copied")
 
 
 @dataclass
@@ -49,7 +49,7 @@ class PredictionDrafter(LookupDrafter[PredictionState]):
         """Attach branches below the root, the likelier position first."""
         grade, vouched = Certainty.SURE, _VOUCHED if state.is_new else 0
         for offer in state.alignment.offers[: self._options.branches]:
-            tokens: Sequence[int] = state.alignment.tokens(offer, self._options.ahead)
+            tokens: Sequence[int] = state.alignment.tokens(offer, _AHEAD)
             self.attach_branch(state, tree, tokens, offer.length + vouched, grade)
             grade = Certainty.OTHER
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from outpace.core.drafting import BuildContext
-from outpace.core.errors import UserError, check_whole
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
 from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
 from outpace.drafters._ngram_index import BREAK
@@ -26,27 +26,19 @@ from outpace.models.files import token_tables
 
 DEPTH = 32  # tokens before a place by which places are sorted; a power of two
 LARGEST = 1 << 30  # most tokens of a datastore
+_SHORTEST, _LONGEST = 2, 16  # tokens to match
+_PLACES = 16  # places examined
+_COPIES = 16  # tokens copied of each
+_OFFERED = 64  # tokens proposed in all
+_MIN_CHANCE = 0.1  # nodes that are less likely to be reached are not proposed
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`shortest`, `longest`: tokens to match; `places`: places examined; `copies`: tokens copied of each; `offered`:
-    tokens proposed in all; `branches`: tokens proposed after the same token; `least_chance`: nodes that are less
-    likely to be reached are not proposed; `datastore`: a file made by outpace tune; the default is the one for this
-    tokenizer."""
+    """The corpus, and how many of its continuations are proposed."""
 
-    shortest: int = whole(2, 1)
-    longest: int = whole(16, 1, DEPTH)
-    places: int = whole(16, 1, 1024)
-    copies: int = whole(16, 1, 256)
-    offered: int = whole(64, 1, 4096)
-    branches: int = whole(4, 1, 64)
-    least_chance: float = number(0.1, 0.0, 1.0)
-    datastore: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_whole("shortest", self.shortest, 1, self.longest)
+    branches: int = whole(4, 1, 64, help="tokens proposed after the same token")
+    datastore: str = option("", "a file made by outpace tune; the default is the one for this tokenizer")
 
 
 class Datastore:
@@ -105,10 +97,10 @@ class RetrievalDrafter(LookupDrafter[LookupState]):
 
     def propose(self, state: LookupState, tree: TokenTree) -> None:
         """Attach the continuations of the places with the longest matches."""
-        options, store = self._options, self._datastore
-        found = store.matches(state.tokens, options.places, options.shortest, options.longest)
-        copies = [LookupMatch(length, store.after(place, options.copies)) for length, place in found]
-        limits = TreeLimits(options.offered, options.branches, options.least_chance)
+        store = self._datastore
+        found = store.matches(state.tokens, _PLACES, _SHORTEST, _LONGEST)
+        copies = [LookupMatch(length, store.after(place, _COPIES)) for length, place in found]
+        limits = TreeLimits(_OFFERED, self._options.branches, _MIN_CHANCE)
         grow_continuations(self, state, tree, copies, limits)
 
 

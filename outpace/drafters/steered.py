@@ -22,10 +22,7 @@ from outpace.drafters._tree_expander import CHUNK, TreeExpander
 from outpace.models.base import Model, Part
 from outpace.models.heads.eagle3 import stack_rows
 
-
-@dataclass(frozen=True)
-class Options(ModelOptions):
-    """One draft step is taken at a time."""
+Options = ModelOptions
 
 
 @dataclass

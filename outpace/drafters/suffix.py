@@ -12,30 +12,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from outpace.core.cache_salt import PerSalt
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
 from outpace.drafters._ngram_index import BREAK, NgramIndex
 
+_DEPTH = 64  # most tokens to match
+_PLACES = 16  # places examined in the text, and as many in past answers
+_COPIES = 32  # tokens copied of each
+_OFFERED = 24  # tokens proposed in all
+_MIN_CHANCE = 0.05  # nodes that are less likely to be reached are not proposed
+_WINDOW = 65536  # tokens of the text that are kept
 _LENGTHS = (1, 2, 4)  # indexed n-grams; longer matches are compared token by token
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`depth`: most tokens to match; `places`: places examined in the text, and as many in past answers; `copies`:
-    tokens copied of each; `offered`: tokens proposed in all; `branches`: tokens proposed after the same token;
-    `least_chance`: nodes that are less likely to be reached are not proposed; `window`: tokens of the text that are
-    kept; `past`: tokens of past answers that are kept, separately for each cache salt; 0: none."""
+    """What is kept, and how much of it is proposed."""
 
-    depth: int = whole(64, 1, 1024)
-    places: int = whole(16, 1, 1024)
-    copies: int = whole(32, 1, 256)
-    offered: int = whole(24, 1, 4096)
-    branches: int = whole(4, 1, 64)
-    least_chance: float = number(0.05, 0.0, 1.0)
-    window: int = whole(65536, 16)
-    past: int = whole(65536, 0)
+    branches: int = whole(4, 1, 64, help="tokens proposed after the same token")
+    past: int = whole(65536, 0, help="tokens of past answers that are kept, separately for each cache salt; 0: none")
 
 
 @dataclass
@@ -57,13 +54,13 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
 
     def open(self, request: Request) -> SuffixState:
         past = self._past.of(request.cache_salt) if self._past is not None else None
-        state = SuffixState(request, index=NgramIndex(_LENGTHS, self._options.window), past=past)
+        state = SuffixState(request, index=NgramIndex(_LENGTHS, _WINDOW), past=past)
         state.index.extend(request.prompt)
         return state
 
     def propose(self, state: SuffixState, tree: TokenTree) -> None:
         """Attach the continuations of the best places of the text and of past answers."""
-        limits = TreeLimits(self._options.offered, self._options.branches, self._options.least_chance)
+        limits = TreeLimits(_OFFERED, self._options.branches, _MIN_CHANCE)
         grow_continuations(self, state, tree, list(self._copies(state)), limits)
 
     def observe(self, state: SuffixState, seen: Observation) -> None:
@@ -75,8 +72,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             state.past.extend([*state.tokens[len(state.request.prompt) :], BREAK])
 
     def _copies(self, state: SuffixState) -> Iterator[LookupMatch]:
-        options = self._options
         for origin, index in enumerate((state.index, state.past)):
             if index is not None:
-                for length, place in index.matches(state.tokens, options.places, options.depth, is_alone=True):
-                    yield LookupMatch(min(length, options.depth), index.after(place, options.copies), origin)
+                for length, place in index.matches(state.tokens, _PLACES, _DEPTH, is_alone=True):
+                    yield LookupMatch(min(length, _DEPTH), index.after(place, _COPIES), origin)

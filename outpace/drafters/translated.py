@@ -18,9 +18,9 @@ import numpy as np
 
 from outpace.core.arrays import to_device
 from outpace.core.drafting import BuildContext
-from outpace.core.errors import UserError, unknown
+from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
-from outpace.core.options import MethodOptions, whole
+from outpace.core.options import MethodOptions, one_of, whole
 from outpace.core.tree import UNLIMITED, Role, TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, TopK
 from outpace.drafters._calibration import PickModels, acceptance_rate
@@ -43,17 +43,20 @@ WAYS = ("tokens", "text")
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """`by`: tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's
-    text, tokenized again for the target, for greedy requests; `width`: with tokens, the tokens proposed at each place
-    of the chain, which continues after the likeliest."""
+    """How the draft's tokens become the target's."""
 
-    by: str = "tokens"
-    width: int = whole(4, 1, 64)
-
-    def __post_init__(self) -> None:
-        if self.by not in WAYS:
-            raise unknown("by", self.by, WAYS)
-        super().__post_init__()
+    by: str = one_of(
+        "tokens",
+        WAYS,
+        "tokens: proposes the tokens that both tokenizers share, at any temperature; text: proposes the draft's text,"
+        " tokenized again for the target, for greedy requests",
+    )
+    width: int = whole(
+        4,
+        1,
+        64,
+        help="with tokens, the tokens proposed at each place of the chain, which continues after the likeliest",
+    )
 
 
 @dataclass

@@ -33,10 +33,10 @@ _UNKNOWN = 2  # maximum number of layers before the time of a draft step is know
 
 @dataclass(frozen=True)
 class PlannerOptions(MethodOptions):
-    """`deepest`: most draft layers in a round; `trials`: share of time for trying again what did not pay."""
+    """Options of the methods that plan."""
 
-    deepest: int = whole(16, 0, 256)
-    trials: float = number(0.01, 0.0, 1.0)
+    deepest: int = whole(16, 0, 256, help="most draft levels in a round")
+    trials: float = number(0.01, 0.0, 1.0, help="share of time for trying again what did not pay")
 
 
 class Planner:

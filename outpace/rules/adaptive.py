@@ -25,9 +25,9 @@ class Adaptive(TopDown):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`most_lenience`: the lenience for a token that does not matter at all (l_max); 0 is exact."""
-
-        most_lenience: float = number(0.3, 0.0, 0.999)
+        most_lenience: float = number(
+            0.3, 0.0, 0.999, help="the lenience for a token that does not matter at all (l_max); 0 is exact"
+        )
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
         return super().acceptance(p, q, token) / (1.0 - self.options.most_lenience * (1.0 - importance(p, q)))

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core.distribution import TokenDistribution
-from outpace.core.errors import UserError, unknown
-from outpace.core.options import MethodOptions, number
+from outpace.core.errors import UserError
+from outpace.core.options import MethodOptions, number, one_of
 from outpace.core.tree import TokenTree
 from outpace.rules._ratio import NodeScores, TopDown
 
@@ -75,16 +75,10 @@ class Cascade(TopDown):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`defer`: how pi is computed: chow, diff, opt, token_v1, token_v2 or token_v3; `alpha`: higher values follow
-        the draft more; -2 is the target alone."""
-
-        defer: str = "opt"
-        alpha: float = number(0.2, ALONE, 1.0)
-
-        def __post_init__(self) -> None:
-            if self.defer not in MIXTURES:
-                raise unknown("defer", self.defer, MIXTURES)
-            super().__post_init__()
+        defer: str = one_of(
+            "opt", tuple(MIXTURES), "how pi is computed: chow, diff, opt, token_v1, token_v2 or token_v3"
+        )
+        alpha: float = number(0.2, ALONE, 1.0, help="higher values follow the draft more; -2 is the target alone")
 
     def goal(self, tree: TokenTree, node: int, scores: NodeScores, p: TokenDistribution) -> TokenDistribution:
         drawn = tree.drawn.get(node)

@@ -26,7 +26,7 @@ from safetensors.numpy import save
 from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.core.logits import host_array, token_scores
-from outpace.core.options import MethodOptions, number, whole
+from outpace.core.options import MethodOptions, number, option, whole
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Row, RuleTraits, Verdict
 from outpace.rules._ratio import NodeScores
@@ -167,15 +167,18 @@ class Judge(LogProbRule):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`judge`: the file or folder that `outpace judge` wrote; `recall`: share of the important mismatches to
-        refuse: 0.8, 0.9 (the default), 0.95 or 0.99; `threshold`, in place of `recall`: the lowest probability of
-        changing the final answer with which a token is refused (0: greedy decoding, 1: none is refused);
-        `judge_window`: maximum number of drafted tokens accepted in a round."""
-
-        judge: str = ""
-        recall: float | None = number(None, 0.0, 1.0)
-        threshold: float | None = number(None, 0.0, 1.0)
-        judge_window: int = whole(16, 1)
+        judge: str = option("", "the file or folder that `outpace judge` wrote")
+        recall: float | None = number(
+            None, 0.0, 1.0, help="share of the important mismatches to refuse: 0.8, 0.9 (the default), 0.95 or 0.99"
+        )
+        threshold: float | None = number(
+            None,
+            0.0,
+            1.0,
+            help="in place of `recall`: the lowest probability of changing the final answer with which a token is"
+            " refused (0: greedy decoding, 1: none is refused)",
+        )
+        judge_window: int = whole(16, 1, help="maximum number of drafted tokens accepted in a round")
 
         def __post_init__(self) -> None:
             super().__post_init__()

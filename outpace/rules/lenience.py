@@ -23,9 +23,12 @@ class Lenience(TopDown):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`lenience`: l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token."""
-
-        lenience: float = number(0.2, 0.0, 0.999)
+        lenience: float = number(
+            0.2,
+            0.0,
+            0.999,
+            help="l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token",
+        )
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
         return super().acceptance(p, q, token) / (1.0 - self.options.lenience)

@@ -32,9 +32,12 @@ class Rollback(Relaxed):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`rollback`: the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5."""
-
-        rollback: float = number(5.0, 0.0, 1e9)
+        rollback: float = number(
+            5.0,
+            0.0,
+            1e9,
+            help="the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5",
+        )
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p, best, floor = scores.raw_p, int(scores.scores.argmax()), math.exp(-self.options.rollback)

@@ -27,11 +27,8 @@ class TopBeta(Relaxed):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`beta`: number of the target's likeliest tokens that are acceptable; `tau`: largest gap to the best, in
-        nats."""
-
-        beta: int = whole(3, 1, 1024)
-        tau: float = number(1.0, 0.0, 100.0)
+        beta: int = whole(3, 1, 1024, help="number of the target's likeliest tokens that are acceptable")
+        tau: float = number(1.0, 0.0, 100.0, help="largest gap to the best, in nats")
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         row = scores.scores

@@ -25,10 +25,8 @@ class Typical(Relaxed):
 
     @dataclass(frozen=True)
     class Options(MethodOptions):
-        """`epsilon`: a token with a higher p is always accepted; `delta`: factor of the threshold where p is flat."""
-
-        epsilon: float = number(0.09, 0.0, 1.0)
-        delta: float = number(0.3, 0.0, 1e9)
+        epsilon: float = number(0.09, 0.0, 1.0, help="a token with a higher p is always accepted")
+        delta: float = number(0.3, 0.0, 1e9, help="factor of the threshold where p is flat")
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p = scores.p

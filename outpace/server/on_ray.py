@@ -103,6 +103,7 @@ def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptio
         elif registry.owners(name):
             values[LLM][name] = value
         else:
+            registry.check_kept(name)
             allowed = [*_LISTS, "api_key_file", *(one for known in hints.values() for one in known)]
             near = difflib.get_close_matches(str(name), allowed, n=1)
             raise UserError(f"no argument is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
