@@ -108,7 +108,7 @@ def test_other_runtimes_and_unknown_graphs_are_refused(tmp_path: Path, runtime: 
 
 
 def test_a_draft_on_the_cpu_of_a_target_on_a_gpu_is_native(tmp_path: Path) -> None:
-    of_draft = LoadOptions(device="cuda", graphs="cuda").of_draft("cpu")
+    of_draft = LoadOptions(device="cuda", graphs="cuda", draft_device="cpu").of_draft()
     assert of_draft == LoadOptions()
     assert load_model(model_folder(tmp_path), of_draft).model.instruction_set is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,13 @@ def test_the_default_precision_of_a_draft(folder: Path) -> None:
 
 
 def test_the_flag_draft_dtype(folder: Path, run: Run) -> None:
-    with ModelFlags(target=str(folder), draft=str(folder), draft_dtype="float32").open({}, quiet=True) as llm:
+    with ModelFlags(str(folder), [str(folder)], LoadOptions(draft_dtype="float32")).open({}, quiet=True) as llm:
         assert (llm.target.precision, llm.draft.precision) == ("int8", "float32")
     arguments = ["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "4", "--json"]
     code, out, _ = run(*arguments, "--dtype", "float32", "--draft-dtype", "int8")
     assert (code, json.loads(out)["precision"]) == (0, "float32")
     code, _, err = run(*arguments, "--draft-dtype", "int9")
-    assert (code, "error: unknown dtype 'int9', allowed are auto, bfloat16" in err) == (2, True)
+    assert (code, "error: unknown draft_dtype 'int9', allowed are auto, bfloat16" in err) == (2, True)
 
 
 def test_a_draft_of_layers_has_the_targets_precision_unless_another_is_named(folder: Path) -> None:
@@ -111,7 +111,9 @@ def test_the_load_options_of_a_draft() -> None:
     target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate="8B")
     expected = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
     assert target.of_draft() == LoadOptions(**vars(target) | {"device_map": "auto"}).of_draft() == expected
-    assert target.of_draft("cpu", "float32") == LoadOptions(exact=False, dtype="float32", trust_remote_code=True)
+    assert replace(target, draft_device="cpu", draft_dtype="float32").of_draft() == LoadOptions(
+        exact=False, dtype="float32", trust_remote_code=True
+    )
 
 
 def test_values_of_other_libraries_are_accepted(folder: Path) -> None:

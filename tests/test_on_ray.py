@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from commands import tiny as tiny
 from outpace.api.llm import LLM
 from outpace.cluster.on_ray import place_draft_worker, read_resources
 from outpace.core.errors import UserError
+from outpace.core.options import help_of
+from outpace.engine.options import BuildOptions
 from outpace.models.options import LoadOptions
 from outpace.server.on_ray import Placement, build, read_arguments
 
@@ -35,7 +38,7 @@ def test_other_values_are_kept() -> None:
 
 def test_rules_that_requests_may_choose_are_loaded() -> None:
     loading, options, _ = read_arguments({"allow_method": "judge,card", "judge": "J"})
-    assert (loading, options.methods) == ({"judge": "J", "rules": ["judge"]}, ("judge", "card"))
+    assert (loading, options.methods) == ({"judge": "J", "rules": ("judge",)}, ("judge", "card"))
 
 
 def test_defaults_are_those_of_serve() -> None:
@@ -44,9 +47,10 @@ def test_defaults_are_those_of_serve() -> None:
 
 
 def test_every_argument_of_the_library_has_a_type() -> None:
-    for name in ("target", "draft", "drafter", "method", "rule", *LoadOptions.__dataclass_fields__):
-        assert read_arguments({name: None}) is not None
-    assert LLM.__init__.__annotations__["batch"] == "int"
+    parameters = inspect.signature(LLM).parameters
+    for name in ("target", "draft", *help_of(LoadOptions), *help_of(BuildOptions)):
+        if name != "rules":  # those of allow_method
+            assert read_arguments({name: parameters[name].default}) is not None
 
 
 @pytest.mark.parametrize(

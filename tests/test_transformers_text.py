@@ -23,6 +23,7 @@ from outpace.api.llm import LLM
 from outpace.cli.options import ModelFlags
 from outpace.core import errors
 from outpace.core.errors import UserError, install_command
+from outpace.engine.options import BuildOptions
 from outpace.models.hf.load import SlowTokenizer, wrap_tokenizer
 from outpace.models.hf.model import TransformersModel
 from outpace.models.llama.torch.runtime import Llama
@@ -149,7 +150,9 @@ def test_a_folder_goes_to_the_runtime_that_knows_it(tmp_path: Path, monkeypatch:
 
 def test_the_command_line_names_the_runtime_and_says_what_is_slow(tmp_path: Path, capsys: Any) -> None:
     bloom = str(tiny.folder(tmp_path, "bloom"))
-    with ModelFlags(target=bloom, options=LoadOptions(runtime="transformers"), method="speculative").open({}) as llm:
+    with ModelFlags(target=bloom, options=LoadOptions(runtime="transformers"), build=BuildOptions("speculative")).open(
+        {}
+    ) as llm:
         assert isinstance(llm.target.model, TransformersModel)
     assert f"{bloom}: chains only: every branch of a token tree costs a pass of its own" in capsys.readouterr().err
     with ModelFlags(target=bloom, options=LoadOptions(trust_remote_code=True)).open({}, quiet=True):

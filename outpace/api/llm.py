@@ -18,12 +18,14 @@ from outpace.api.params import SamplingParams, read_params, read_params_each
 from outpace.api.prompts import ChatPrompt, Prompt, infill_prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
-from outpace.api.text import TextAssembler, assembler_of, thought_before
+from outpace.api.text import TextAssembler, assembler_of, echo_of, thought_before
 from outpace.core import arrays, registry
 from outpace.core.errors import UserError, check_whole
-from outpace.core.types import Request, Rule
+from outpace.core.options import help_of, with_options
+from outpace.core.types import Request
 from outpace.decoders.base import Decoder
-from outpace.engine.build import AUTO, BuildOptions, build_engine, check_prediction, check_rule, find_rule
+from outpace.engine.build import AUTO, RequestChoices, build_engine, resolve
+from outpace.engine.options import BuildOptions
 from outpace.engine.warmup import warm_up
 from outpace.grammar.compiler import Grammars
 from outpace.models.load import Progress, silent
@@ -54,44 +56,18 @@ class LLM(AbstractContextManager["LLM"]):
     """A target model together with everything that makes it write faster. Close it, or use it with `with`; an unclosed
     LLM gives a ResourceWarning.
 
-    Models:
-        target: a Hub id, a folder with safetensors, a .gguf file, or a causal LM of transformers that is already
-            loaded, with its `tokenizer`; None: the shipped model. `model` is another name for it.
-        draft: a smaller model with the same vocabulary, given like the target; "auto": the known small sibling of the
-            target; "mtp": the MTP layer in the target's files; some of the target's layers, "layers:0-24,26-29"; a
-            trained head for the target (which it may name); a list of drafts, and each round uses the best; "none"; or
-            None: no draft, except for the shipped target if the method and the drafter can use one.
-        options: how the models are loaded, or the fields of `LoadOptions` by name: device, dtype, exact, runtime,
-            trust_remote_code, device_map, inflate, graphs, kv_dtype. The draft ignores device_map and inflate.
-        draft_device, draft_dtype: for the draft; by default it is loaded like the target.
-        progress: a function that is called with the name of a stage and the fraction of it that is done.
+    target: a Hub id, a folder with safetensors, a .gguf file, or a causal LM of transformers that is already loaded,
+        with its `tokenizer`; None: the shipped model. `model` is another name for it.
+    draft: a smaller model with the same vocabulary, given like the target; "auto": the known small sibling of the
+        target; "mtp": the MTP layer in the target's files; some of the target's layers, "layers:0-24,26-29"; a trained
+        head for the target (which it may name); a list of drafts, and each round uses the best; "none"; or None: no
+        draft, except for the shipped target if the method and the drafter can use one.
+    options: how the models are loaded; or the fields of `LoadOptions` by name.
+    progress: a function that is called with the name of a stage and the fraction of it that is done.
 
-    Method (the text does not depend on it, except for rules that say so):
-        method: `outpace methods` lists them. "auto" is the first of these that applies: 1. "speculative", for a
-            rule whose text depends on the drafts; 2. the method that `outpace tune` found fastest for the pair; 3.
-            "planned", if the draft has a GPU of its own; 4. the planner, which drafts in each round as much as pays.
-        drafter: what proposes tokens. Several that share one tree are joined by "+", as in "model+ngram"; several from
-            which each request chooses one are separated by commas, as in "model,ngram", the first being the default.
-        rule: how proposals are verified; "auto": greedy at temperature 0, otherwise gumbel.
-        worker: where CARD's drafter runs, "thread", "process", "polled" or "inline"; None: polled in the target's own
-            thread if the target is on a GPU and the draft on the CPU, else a thread. "grpc://HOST:PORT" ("grpcs://"
-            with TLS): on another machine, by `outpace draft-worker`; the method is then card unless one is named.
-        draft_threads: CPU threads of the worker; None: one for a target on a CPU, else all cores but one.
-        nodes: maximum number of tree nodes verified in one target pass; None: 32 for auto, card and planned, otherwise
-            8, or as many as the draft length needs.
-        profile: method "auto" starts from what earlier runs learnt about this pair on this machine, and saves what it
-            learns. If nothing is known, loading times some rounds, for at most 0.2 s.
-
-    Serving:
-        batch: maximum number of requests that run at once; the others wait.
-        kv_memory: GiB for the KV caches of target and draft; None: half of the free memory. When it is used up,
-            requests are paused.
-        rules: names of rules that a request may choose instead of `rule`, with their options and hidden states; others
-            can be chosen if they need neither.
-        reuse: a prompt that shares a prefix with an earlier text starts from its KV cache (prefix cache), and the
-            continuation of that text is proposed (drafter `prediction`).
-
-    All other keyword arguments are options of the method, the drafter and the rule.
+    All other keyword arguments are fields of `LoadOptions` and of `engine.options.BuildOptions`, and options of the
+    method, the drafter and the rule; docs/methods.md lists them with their defaults. The text does not depend on them,
+    except for rules that say so and for what changes the model's arithmetic.
     """
 
     _is_closed = True  # until the engine exists
@@ -103,53 +79,28 @@ class LLM(AbstractContextManager["LLM"]):
         options: LoadOptions | None = None,
         *,
         tokenizer: Any = None,
-        draft_device: str | None = None,
-        draft_dtype: str | None = None,
         progress: Progress = silent,
-        method: str = "auto",
-        drafter: str | None = None,
-        rule: str = "auto",
-        worker: str | None = None,
-        draft_threads: int | None = None,
-        nodes: int | None = None,
-        batch: int = 16,
-        kv_memory: float | None = None,
-        reuse: bool = True,
-        rules: Sequence[str] = (),
-        profile: bool = True,
         **more: Any,
     ) -> None:
-        sizes = {"draft_threads": draft_threads, "nodes": nodes, "batch": batch, "kv_memory": kv_memory, "reuse": reuse}
-        numbers: dict[str, Any] = {name: arrays.to_python(value) for name, value in sizes.items()}
-        build = BuildOptions(
-            method,
-            drafter,
-            rule,
-            worker,
-            draft_device=draft_device,
-            draft_dtype=draft_dtype,
-            rules=tuple(rules),
-            **numbers,
-        )
+        target, loading, building, part_options = _split_kwargs(target, more)
+        build = BuildOptions(**building, part_options=part_options)
+        if build.is_on_ray:
+            raise UserError(
+                "worker ray is for commands: `outpace.cluster.on_ray.place_draft_worker` returns an address"
+            )
         if build.is_remote:
             if draft is not None and not isinstance(draft, Loaded):
-                raise UserError(f"the draft model is at {worker}: name {draft!r} there, not here")
+                raise UserError(f"the draft model is at {build.worker}: name {draft!r} there, not here")
             draft = None  # bench passes a loaded draft to all methods
-        target, loading, part_options = _split_kwargs(target, more)
         options = replace(options or LoadOptions(), **loading)
         self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)
         self.tokenizer = self.target.tokenizer
         self.grammars = Grammars(self.tokenizer)
-        learns = method == "auto" and profile and not build.is_remote
+        learns = build.method == "auto" and build.profile and not build.is_remote
         self._profile = Profile(subject(self.target, self.draft)) if learns else None
-        build = replace(build, part_options={name: arrays.to_python(value) for name, value in part_options.items()})
-        build = build.resolve(self.target, self.draft, self._profile.method if self._profile else None)
+        build = resolve(build, self.target, self.draft, self._profile.method if self._profile else None)
         self.build_options, self.method, self.rule = build, build.method, build.rule
-        # One instance for all requests, so that they share batches.
-        self._rules: dict[tuple[str, bool, bool], Rule] = {}
-        self._decoder = registry.find("decoders", self.method)
-        self._plain = registry.find("decoders", "autoregressive")
-        self._options = registry.build_options(self._decoder, build.part_options)
+        self._choices = RequestChoices(build, self.target)
         self.engine = build_engine(self.target, self.draft, build)
         try:
             if self.engine.worker:
@@ -330,70 +281,44 @@ class LLM(AbstractContextManager["LLM"]):
 
         `method`: name of the decoder; None: the LLM's own.
         """
-        tokens = tokens_of(prompt, self.tokenizer)
-        if params.prediction and not plain:
-            check_prediction(drafter or self.build_options.drafter)
         for token in params.stop_token_ids:
             check_whole("a token of stop_token_ids", token, 0, self.target.model.vocab_size - 1)
+        tokens = tokens_of(prompt, self.tokenizer)
         structure, thought = params.structure, thought_before(prompt, tokens, params, self.tokenizer)
         if structure and thought is not Thought.NONE:
             structure = after_thought(structure, thought_rules(self.tokenizer, thought.is_open))
-        drafter = drafter or (self.build_options.structured_drafter if structure and not plain else None)
-        own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
-        request = Request(
-            prompt=tuple(tokens),
-            rule=self._rule(params, plain, rule or self.rule),
-            max_tokens=params.max_tokens,
-            sampling=params.sampling,
-            seed=params.seed,
-            choice=choice,
-            stop_ids=own_ends.union(params.stop_token_ids),
-            adjustments=params.adjustments(self.tokenizer),
-            logprobs=params.logprobs_options,
-            prediction=params.predicted(self.tokenizer),
-            constraint=self.grammars.constraint(structure, len(tokens)) if structure else None,
+        chosen = self._choices.choose(
+            params.sampling,
+            plain=plain,
+            is_structured=structure is not None,
+            is_predicted=bool(params.prediction),
+            drafter=drafter,
+            rule=rule,
+            method=method,
         )
+        constraint = self.grammars.constraint(structure, len(tokens)) if structure else None
+        request = params.request(tokens, chosen.rule, self.tokenizer, choice, constraint)
         text = assembler_of(params, self.tokenizer, thought)
-        echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        decoder, options, method = self._choose_decoder(request.rule, rule, plain, drafter, method)
-        return PreparedRequest(request, decoder, options, text, method, echo, drafter)
-
-    def _choose_decoder(
-        self, rule: Rule, name: str | None, plain: bool, drafter: str | None, method: str | None
-    ) -> tuple[type[Decoder], Any, str]:
-        """Return a request's decoder, its options and its name. UserError if the decoder does not fit the rule `name`
-        that the request chose."""
-        if plain:
-            return self._plain, self._plain.Options(), "autoregressive"
-        if method is None and name is not None and self.method == AUTO and not rule.traits.same_text:
-            method = "speculative"  # as `choose_method` does
-        decoder = self._decoder if method in (None, self.method) else registry.find("decoders", method)
-        if name is not None:
-            check_rule(name, decoder, drafter or self.build_options.drafter)
-        if decoder is self._decoder:
-            return decoder, self._options, self.method
-        return decoder, decoder.Options(), str(method)
-
-    def _rule(self, params: SamplingParams, plain: bool, name: str) -> Rule:
-        key = name, params.sampling.is_greedy, plain
-        if key not in self._rules:
-            rule = find_rule(name, params.sampling, self.build_options.part_options)
-            rule.check_target(self.target)
-            if plain and rule.traits.q_at_leaves:  # it needs a draft's q, which plain decoding does not have
-                rule = find_rule("auto", params.sampling)
-            self._rules.setdefault(key, rule)
-        return self._rules[key]
+        echo = echo_of(params, prompt, tokens, self.tokenizer)
+        return PreparedRequest(request, chosen.decoder, chosen.options, text, chosen.method, echo, chosen.drafter)
 
 
-def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Split LLM's extra keyword arguments: the target (under its other name), fields of `LoadOptions`, and options of
-    methods, drafters and rules. UserError for a name that no method has and that resembles a known one."""
+LLM.__signature__ = with_options(inspect.signature(LLM), LoadOptions, BuildOptions)  # type: ignore[attr-defined]
+
+
+def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Split LLM's other keyword arguments: the target (under its other name), fields of `LoadOptions` and of
+    `BuildOptions`, and options of methods, drafters and rules. UserError for a name that no method has and that
+    resembles a known one."""
     if "model" in more:
         if target is not None:
             raise UserError("model is another name for target, give one of them")
         target = more.pop("model")
-    loading = {field.name: more.pop(field.name) for field in fields(LoadOptions) if field.name in more}
-    allowed = [field.name for field in fields(LoadOptions)] + ["model", *inspect.signature(LLM.__init__).parameters]
+    loading, building = (
+        {name: arrays.to_python(more.pop(name)) for name in help_of(record) if name in more}
+        for record in (LoadOptions, BuildOptions)
+    )
+    allowed = ["model", *inspect.signature(LLM).parameters]
     for name in more:
         if registry.owners(name):
             continue
@@ -402,7 +327,7 @@ def _split_kwargs(target: Any, more: dict[str, Any]) -> tuple[Any, dict[str, Any
             raise UserError(f"{name} is an argument of `generate` and of `SamplingParams`, not of LLM")
         if near := difflib.get_close_matches(name, allowed, n=1, cutoff=_SIMILARITY):
             raise UserError(f"LLM has no argument {name!r}; did you mean {near[0]!r}?")
-    return target, loading, more
+    return target, loading, building, {name: arrays.to_python(value) for name, value in more.items()}
 
 
 def load(target: Any = None, draft: Any = None, options: LoadOptions | None = None, **more: Any) -> LLM:

@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.engine.build import BuildOptions
+from outpace.engine.options import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
@@ -42,15 +42,15 @@ def load_pair(
     if target is None and (head := find_head(draft, progress)) is not None:
         target = target_of_head(head)
     if isinstance(target, Loaded) and (draft is None or isinstance(draft, Loaded)):
-        _refuse_load_options(options, build, tokenizer)
+        _refuse_load_options(options, tokenizer)
         return target, draft
-    draft_options = options.of_draft(build.draft_device, build.draft_dtype)
+    draft_options = options.of_draft()
     if target is None and has_default and options.pp_plan is not None and build.may_draft:
         draft = shipped_draft(shipped_model().stem)  # loaded after the target, from whose loading only rank 0 returns
     elif target is None and has_default and build.may_draft and (shipped := shipped_draft(shipped_model().stem)):
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
     if not isinstance(target, Loaded):
-        check_pair(options, None if draft is None or isinstance(draft, Loaded) else build.draft_device)
+        check_pair(options, None if draft is None or isinstance(draft, Loaded) else options.draft_device)
         with _checked_early(target, draft, build.needs_same_tokens, progress) as checked:
             target = load_model(target, options, tokenizer=tokenizer, progress=checked)
     if draft is not None and not isinstance(draft, Loaded):
@@ -100,7 +100,7 @@ def _load_several(
     target, draft = load_pair(target, first, options, build, tokenizer=tokenizer, progress=progress)
     if not others or draft is None:
         return target, draft
-    draft_options = options.of_draft(build.draft_device, build.draft_dtype)
+    draft_options = options.of_draft()
     loaded = [
         other if isinstance(other, Loaded) else load_draft(other, target, draft_options, progress=progress)
         for other in others
@@ -136,10 +136,9 @@ def _load_shipped(
         return target, fit_draft(other.result(), target) if same_tokens else other.result()
 
 
-def _refuse_load_options(options: LoadOptions, build: BuildOptions, tokenizer: Any) -> None:
+def _refuse_load_options(options: LoadOptions, tokenizer: Any) -> None:
     """Raise UserError for a loading option if nothing is left to load."""
     default = LoadOptions()
     given = [f.name for f in fields(options) if getattr(options, f.name) != getattr(default, f.name)]
-    more = {"draft_device": build.draft_device, "draft_dtype": build.draft_dtype, "tokenizer": tokenizer}
-    for name in [*given, *(name for name, value in more.items() if value is not None)]:
+    for name in [*given, *(["tokenizer"] if tokenizer is not None else [])]:
         raise UserError(f"{name} is for models that are loaded by name, these are loaded already: leave it out")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outpace.core.arrays import to_python
-from outpace.core.constraints import BannedText
+from outpace.core.constraints import BannedText, Constraint
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.sampling import Sampling
-from outpace.core.types import Adjustments, LogprobsOptions
+from outpace.core.types import Adjustments, LogprobsOptions, Request, Rule
 from outpace.grammar.structure import Structure
 from outpace.grammar.structure import read_structure as read_structure
 
@@ -148,6 +148,25 @@ class SamplingParams:
         """Return penalties, biases and bans in terms of tokens; None if there are none."""
         made = self._adjustments(tokenizer.texts.ban(self.bad_words) if self.bad_words else None)
         return None if made == Adjustments() else made
+
+    def request(
+        self, prompt: Sequence[int], rule: Rule, tokenizer: Any, choice: int = 0, constraint: Constraint | None = None
+    ) -> Request:
+        """Return the request for an answer to these tokens."""
+        own_ends = frozenset() if self.ignore_eos else tokenizer.stop_ids
+        return Request(
+            prompt=tuple(prompt),
+            rule=rule,
+            max_tokens=self.max_tokens,
+            sampling=self.sampling,
+            seed=self.seed,
+            choice=choice,
+            stop_ids=own_ends.union(self.stop_token_ids),
+            adjustments=self.adjustments(tokenizer),
+            logprobs=self.logprobs_options,
+            constraint=constraint,
+            prediction=self.predicted(tokenizer),
+        )
 
     def _adjustments(self, banned: BannedText | None) -> Adjustments:
         return Adjustments(

@@ -173,6 +173,13 @@ def thought_before(
     return thought_of(tokenizer, tokens, continued)
 
 
+def echo_of(params: SamplingParams, prompt: Prompt | ChatPrompt, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return what is shown before the answer: the prompt, if that was asked for."""
+    if not params.echo:
+        return ""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(tokens)
+
+
 def assembler_of(params: SamplingParams, tokenizer: Tokenizer, thought: Thought = Thought.NONE) -> TextAssembler:
     """Return an assembler for an answer by these parameters. `thought`: whether the answer begins within a thought."""
     own_ends = frozenset() if params.ignore_eos else tokenizer.stop_ids

@@ -21,6 +21,7 @@ from outpace.cli.flags import check_file, check_folder, check_plot, flag, flags,
 from outpace.cli.options import JSON, BasicSamplingFlags, ModelFlags
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.core.errors import UserError, without_keys
+from outpace.engine.options import BuildOptions
 from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def bench(
     check_folder("--out", results.out)
     check_plot("--plot", results.plot)
     options = _options(model, measured, sampling)
-    loading = replace(model, nodes=None, rule="auto", worker=None, draft_threads=None)
+    loading = replace(model, build=replace(model.build, nodes=None, rule="auto", worker=None, draft_threads=None))
     with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
         if results.trace is not None:
             _trace(llm, options, results.trace, results.as_json)
@@ -123,16 +124,17 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
     from outpace.bench.run import BenchOptions, check_batches
     from outpace.bench.tasks import collect
 
-    if model.method != "auto":
-        raise UserError(f"--method is {model.method!r}, a bench takes several: write --methods {model.method}")
-    if model.is_on_ray:
-        raise UserError(f"--worker is {model.worker!r}, a bench takes the address of a draft worker: grpc://HOST:PORT")
+    build = model.build
+    if build.method != "auto":
+        raise UserError(f"--method is {build.method!r}, a bench takes several: write --methods {build.method}")
+    if build.is_on_ray:
+        raise UserError(f"--worker is {build.worker!r}, a bench takes the address of a draft worker: grpc://HOST:PORT")
     LoadOptions(inflate=measured.inflate)  # checks it
     if measured.run_tests:
         check_sandbox()
     params = SamplingParams(**asdict(sampling))
-    given = {name: getattr(model, name) for name in ("drafter", "rule", "worker", "draft_threads", "nodes")}
-    common = {name: value for name, value in given.items() if value != getattr(ModelFlags, name)}
+    given = {name: getattr(build, name) for name in ("drafter", "rule", "worker", "draft_threads", "nodes")}
+    common = {name: value for name, value in given.items() if value != getattr(BuildOptions, name)}
     methods = contenders.parse_methods(measured.methods or ("speculative" if measured.rules else METHODS), common)
     if measured.rules:
         methods = contenders.with_rules(methods, measured.rules, params.sampling)

@@ -16,9 +16,11 @@ from rich.text import Text
 
 from outpace.cli import display
 from outpace.cli.flags import flag, flags
-from outpace.cli.options import DRAFT, DRAFTER, JSON, METHOD, TARGET, TARGET_NAMES, BasicSamplingFlags, ModelFlags
+from outpace.cli.options import DRAFT, JSON, METHOD, TARGET, TARGET_NAMES, BasicSamplingFlags, ModelFlags
 from outpace.core.errors import check_range
+from outpace.core.options import help_of
 from outpace.core.stats import percent
+from outpace.engine.options import BuildOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM, Result
@@ -50,7 +52,7 @@ class DemoFlags:
 
     target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model")
     draft: list[str] | None = flag(None, DRAFT, panel="Model")
-    drafter: str | None = flag(None, DRAFTER, panel=METHOD)
+    drafter: str | None = flag(None, help_of(BuildOptions)["drafter"], panel=METHOD)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def demo(
 
     params = SamplingParams(**asdict(sampling))
     check_range("rounds", rounds, 1, 1000)
-    model = ModelFlags(target=pair.target, draft=pair.draft, drafter=pair.drafter, method=METHODS[0])
+    model = ModelFlags(pair.target, pair.draft, build=BuildOptions(METHODS[0], pair.drafter))
     with ExitStack() as stack:
         llm = stack.enter_context(model.open({}, quiet=as_json, bar_after=0.0))
         drafter = pair.drafter or (f"{llm.draft.drafter}+ngram" if llm.draft else "ngram")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import typer
 
 from outpace.cli import display, process
-from outpace.cli.flags import flag, flags
-from outpace.cli.options import LOAD_FLAGS, use_threads
+from outpace.cli.flags import flag, flags, flags_of
+from outpace.cli.options import use_threads
 from outpace.core.errors import require
 from outpace.models.options import LoadOptions
 
 POLL_SECONDS = 0.2
-OWN_LOAD_FLAGS = {name: LOAD_FLAGS[name] for name in ("device", "dtype", "runtime", "kv_dtype", "trust_remote_code")}
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class DraftFlags:
 
     panel: ClassVar[str] = "Model"
     draft: str | None = flag(None, "Draft model: hub id, folder or .gguf file; the default is the shipped draft.")
-    options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": OWN_LOAD_FLAGS})
+    options: LoadOptions = flags_of(LoadOptions, "device", "dtype", "runtime", "kv_dtype", "trust_remote_code")
     threads: int | None = flag(None, "CPU threads; the default is one for each core.")
     drafter: str = flag("model", "Drafters, joined by +, as in model+ngram; outpace methods lists them.")
 

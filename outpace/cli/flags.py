@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import Field, field, fields, is_dataclass
 from functools import wraps
 from itertools import islice
@@ -19,6 +19,7 @@ import typer
 import typer.core
 
 from outpace.core.errors import UserError
+from outpace.core.options import option
 
 MODEL = "target draft"
 SAMPLING = "system max_tokens temperature seed"
@@ -78,14 +79,20 @@ def flag(default: Any, text: str, *names: str, panel: str | None = None, **optio
     `panel` of the dataclass. `options`: further arguments of `typer.Option`. A switch that is off by default has no
     flag that turns it off.
     """
-    return field(default=default, metadata={"flag": (text, names, panel, options)})
+    return option(default, text, names=names, panel=panel, typer=options)
+
+
+def flags_of(record: type, *names: str, panel: str | None = None) -> Any:
+    """Declare a field of a dataclass of flags that is a record of options (see `core.options`): those with these names
+    are flags too, the others keep their defaults."""
+    return field(default_factory=record, metadata={"only": names, "panel": panel})
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:
     """Turn the parameters of a command that `flag` declares into options of typer.
 
-    A parameter may be a dataclass: its fields become flags. A field may be a dataclass too. If that one declares no
-    flags, the field's metadata "texts" has help texts by name; fields without a text keep their defaults.
+    A parameter may be a dataclass: its fields become flags. A field may be a dataclass too, or be declared by
+    `flags_of`.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
@@ -111,35 +118,35 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _options(group: Any, texts: dict[str, str] | None = None, panel: str | None = None) -> Iterator[inspect.Parameter]:
-    """Yield the options of a dataclass; `texts` are the help texts of one that declares no flags."""
+def _options(group: Any, only: Collection[str] | None = None, panel: str | None = None) -> Iterator[inspect.Parameter]:
+    """Yield the options of a dataclass, all or those with the names `only`."""
     hints, panel = get_type_hints(group), getattr(group, "panel", panel)
     for one in fields(group):
-        kind = hints[one.name]
-        if is_dataclass(kind):
-            yield from _options(kind, one.metadata.get("texts"), panel)
-        elif texts is None:
-            yield _option(one.name, kind, one, panel)
-        elif one.name in texts:
-            yield _option(one.name, kind, flag(one.default, texts[one.name]), panel)
+        if is_dataclass(hints[one.name]):
+            yield from _options(hints[one.name], one.metadata.get("only"), one.metadata.get("panel") or panel)
+        elif only is None or one.name in only:
+            yield _option(one.name, hints[one.name], one, panel)
 
 
 def _option(name: str, kind: Any, declared: Field[Any], group_panel: str | None = None) -> inspect.Parameter:
-    text, names, panel, options = declared.metadata["flag"]
+    given = declared.metadata
+    names = given.get("names", ())
     if declared.default is False and not names:
         names = (f"--{name.replace('_', '-')}",)
-    option = typer.Option(*names, help=text, rich_help_panel=panel or group_panel, **options)
-    annotation: Any = Annotated[kind, option]
+    panel = given.get("panel") or group_panel
+    annotation: Any = Annotated[
+        kind, typer.Option(*names, help=given["help"], rich_help_panel=panel, **given.get("typer", {}))
+    ]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared.default, annotation=annotation)
 
 
-def _build(group: Any, given: dict[str, Any], texts: Mapping[str, str] | None = None) -> Any:
+def _build(group: Any, given: dict[str, Any], only: Collection[str] | None = None) -> Any:
     """Build a dataclass from its flags, which are removed from `given`."""
     hints, values = get_type_hints(group), {}
     for one in fields(group):
         if is_dataclass(hints[one.name]):
-            values[one.name] = _build(hints[one.name], given, one.metadata.get("texts"))
-        elif texts is None or one.name in texts:
+            values[one.name] = _build(hints[one.name], given, one.metadata.get("only"))
+        elif only is None or one.name in only:
             values[one.name] = given.pop(one.name)
     return group(**values)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
-from outpace.cli.options import JSON, LOAD_FLAGS, MAX_TOKENS, TARGET, TARGET_NAMES, use_threads
+from outpace.cli.flags import flag, flags, flags_of
+from outpace.cli.options import JSON, MAX_TOKENS, TARGET, TARGET_FLAGS, TARGET_NAMES, use_threads
 from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
 from outpace.core.errors import UserError
 from outpace.models.options import LoadOptions
@@ -28,7 +28,7 @@ class JudgedPairFlags:
         "Draft model: hub id, folder or .gguf file; auto (a known small model of the same family); or some of the"
         " target's layers, as in layers:0-24,26-29. The default is the shipped draft for the shipped model.",
     )
-    options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": LOAD_FLAGS})
+    options: LoadOptions = flags_of(LoadOptions, *TARGET_FLAGS)
     threads: int | None = flag(None, "CPU threads; the default is one for each core.")
 
 
@@ -51,7 +51,7 @@ def judge(
     from outpace.distill.judge import JudgeOptions, make_judge
     from outpace.distill.mining import MiningOptions
     from outpace.distill.progress_display import ProgressDisplay
-    from outpace.engine.build import BuildOptions
+    from outpace.engine.options import BuildOptions
 
     if not tasks:
         raise UserError("outpace judge learns from questions: name a file of them with --tasks")

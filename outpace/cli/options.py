@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from outpace.cli.flags import flag
+from outpace.cli.flags import flag, flags_of
 from outpace.core.errors import UserError, check_range, require
+from outpace.core.options import help_of
+from outpace.engine.options import BuildOptions
 from outpace.models.files.reading import read_named_text
 from outpace.models.options import LoadOptions, Progress
 
@@ -134,25 +136,10 @@ DRAFT = (
     " family); mtp (a layer in MiMo's files); layers:0-24,26-29 (these layers of the target); or none. The default is"
     " the shipped draft for the shipped model, else none. May be repeated: each round uses the best."
 )
-DRAFTER = "Drafters, joined by +, as in model+ngram; outpace methods lists them. The default depends on the method."
-LOAD_FLAGS = {  # the fields of LoadOptions that are flags
-    "device": "Device of the target: cpu, cuda, cuda:1, ...",
-    "dtype": "Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int4 (as file, but"
-    " four bits where file has int8 in its layers), int8 (CPU only), float32, bfloat16 or float16; auto: file on a CPU"
-    " and bfloat16 on a GPU where available, else float32.",
-    "exact": "Make every method compute bit-identical logits; the default is on where the device supports it.",
-    "runtime": "Runtime: auto, native (kernels for a CPU), llama (the Llama family by torch) or transformers (any"
-    " causal model).",
-    "kv_dtype": "Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's too;"
-    " auto: float16 by the native kernels, else the runtime's own.",
-    "graphs": "Graph capture of the runtime llama: cuda (CUDA graphs), eager (the same forwards without capture, on any"
-    " device) or off; auto: cuda on a GPU, else off.",
-    "tp_plan": "auto: split each layer of the target over the processes that torch.distributed.run started, by"
-    " transformers; only the first process writes output.",
-    "pp_plan": "Layers of the target in each of the processes that torch.distributed.run started, on one machine or"
-    " several, as in 12,10,8; auto: by memory and speed. Only the first process writes output.",
-    "trust_remote_code": "Run the Python files that come with a model.",
-}
+# The fields of LoadOptions and BuildOptions that are flags of the commands that load a pair.
+TARGET_FLAGS = ("device", "dtype", "exact", "runtime", "kv_dtype", "graphs", "tp_plan", "pp_plan", "trust_remote_code")
+LOAD_FLAGS = (*TARGET_FLAGS, "draft_device", "draft_dtype")
+BUILD_FLAGS = ("method", "drafter", "rule", "worker", "draft_threads", "nodes", "kv_memory", "reuse")
 SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
 JSON = flag(False, "Write one line of JSON to stdout, and nothing else.", "--json")
 
@@ -185,78 +172,30 @@ class ModelFlags:
     panel: ClassVar[str] = "Model"
     target: str | None = flag(None, TARGET, *TARGET_NAMES)
     draft: list[str] | None = flag(None, DRAFT)
-    options: LoadOptions = field(default_factory=LoadOptions, metadata={"texts": LOAD_FLAGS})
-    draft_device: str | None = flag(None, "Device of the draft; the default is the target's.")
-    draft_dtype: str | None = flag(
-        None, "Precision of the draft; the default is the target's --dtype, where auto holds a draft in int4 on a CPU."
-    )
+    options: LoadOptions = flags_of(LoadOptions, *LOAD_FLAGS)
     threads: int | None = flag(None, "CPU threads of the target; the default is one for each core.")
-    method: str = flag(
-        "auto",
-        "Decoding method: auto (drafts as much as pays), card, speculative, ...; outpace methods lists them.",
-        panel=METHOD,
-    )
-    drafter: str | None = flag(None, DRAFTER, panel=METHOD)
-    rule: str = flag(
-        "auto",
-        "Acceptance rule: greedy, gumbel, rejection, ...; outpace methods lists them; auto: greedy at temperature"
-        " 0, else gumbel.",
-        panel=METHOD,
-    )
-    worker: str | None = flag(
-        None,
-        "Where a drafter runs that drafts in parallel with the target (card, planned, pearl, ssd): thread, process,"
-        " polled (on the CPU while the GPU runs a pass), inline on a simulated clock, or grpc://HOST:PORT (grpcs://"
-        " with TLS) on another machine by outpace draft-worker, or ray (ray:num_gpus=1,...) on a machine of a Ray"
-        " cluster; the default is polled for a target on a GPU with a draft on the CPU, else thread.",
-        panel=METHOD,
-    )
-    draft_threads: int | None = flag(
-        None,
-        "CPU threads of a drafter that drafts in parallel with the target; the default is 1 for a target on a CPU,"
-        " else all cores but one.",
-        panel=METHOD,
-    )
-    nodes: int | None = flag(
-        None,
-        "Maximum number of tree nodes verified in a pass, including the root; the default is 32 for auto, card and"
-        " planned, else 8 or what the draft length needs.",
-        panel=METHOD,
-    )
-    kv_memory: float | None = flag(
-        None,
-        "Memory for the KV cache, in GiB: the target's with its prefix cache, and that of drafts in this process;"
-        " the default is half of the free memory.",
-        panel=METHOD,
-    )
-    reuse: bool = flag(
-        True,
-        "Start from the keys and values of an earlier text with the same beginning, and draft what followed the"
-        " same prompt before.",
-        panel=METHOD,
-    )
+    build: BuildOptions = flags_of(BuildOptions, *BUILD_FLAGS, panel=METHOD)
 
     def open(self, extra: Mapping[str, Any], *, quiet: bool = False, bar_after: float = 0.5) -> LLM:
         """Load the models. `extra` are options of the method and the drafter."""
         from outpace.api.llm import load
-        from outpace.card.link import check_reachable, is_address, read_address
+        from outpace.card.link import check_reachable, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
         from outpace.models.files.find import short_name
         from outpace.models.load import known_draft
 
         use_threads(self.threads)
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "threads"}
-        if self.draft and len(self.draft) == 1:
-            given["draft"] = self.draft[0]
-        if self.is_on_ray:
-            given |= {"worker": self._place_on_ray(extra), "draft": None, "drafter": None}
-            extra = {name: value for name, value in extra.items() if name not in self._drafter_options}
+        draft: Any = self.draft[0] if self.draft and len(self.draft) == 1 else self.draft
+        given = {name: getattr(self.build, name) for name in help_of(BuildOptions)}
+        if self.build.is_on_ray:
+            given |= {"worker": self._place_on_ray(extra), "drafter": None}
+            draft, extra = None, {name: value for name, value in extra.items() if name not in self._drafter_options}
         with loading_bar(quiet, bar_after) as show:
             progress = show
-            if is_address(self.worker):
-                progress = after(partial(check_reachable, read_address(str(self.worker)), "draft worker"), show)
-            llm = load(progress=progress, **given, **extra)
+            if self.build.is_remote:
+                progress = after(partial(check_reachable, read_address(str(self.build.worker)), "draft worker"), show)
+            llm = load(self.target, draft, self.options, progress=progress, **given | dict(extra))
         if self.options.exact and not llm.target.model.exact:
             llm.close()
             raise UserError(
@@ -271,24 +210,17 @@ class ModelFlags:
                 names.setdefault(loaded.notice, []).append(loaded.name)
         for notice, models in names.items():
             say(f"{' and '.join(models)}: {notice}")
-        if llm.draft is None and self.draft is None and self.method == "auto" and not quiet:
+        if llm.draft is None and self.draft is None and self.build.method == "auto" and not quiet:
             with suppress(UserError):
                 say(f"no draft model: --draft auto ({short_name(known_draft(llm.target))}) may speed this up")
         return llm
 
-    @property
-    def is_on_ray(self) -> bool:
-        """Whether the drafter is to run on a machine of a Ray cluster."""
-        return self.worker is not None and self.worker.partition(":")[0] == "ray"
-
     def given(self) -> list[str]:
-        """Return the names of the flags that differ from their defaults, those of `options` included."""
-        defaults = ModelFlags()
-        pairs = ((self, defaults), (self.options, defaults.options))
-        names = [(one.name, mine, other) for mine, other in pairs for one in fields(mine)]
-        return [
-            name for name, mine, other in names if name != "options" and getattr(mine, name) != getattr(other, name)
-        ]
+        """Return the names of the flags that differ from their defaults."""
+        pairs = ((self, ModelFlags()), (self.options, LoadOptions()), (self.build, BuildOptions()))
+        named = ((one.name, mine, other) for mine, other in pairs for one in fields(mine))
+        given = [name for name, mine, other in named if getattr(mine, name) != getattr(other, name)]
+        return [name for name in given if name not in ("options", "build")]
 
     def only_draft(self, user: str) -> str | None:
         """Return the name of the draft model, if there is one; UserError, which names its `user`, if there are more."""
@@ -301,7 +233,7 @@ class ModelFlags:
         """Names of the options of the drafters that a draft worker runs."""
         from outpace.drafters import drafter_modules
 
-        modules = drafter_modules(self.drafter or "model").values()
+        modules = drafter_modules(self.build.drafter or "model").values()
         return {one.name for module in modules for one in fields(module.Options)}
 
     def _place_on_ray(self, extra: Mapping[str, Any]) -> str:
@@ -310,10 +242,10 @@ class ModelFlags:
 
         return place_draft_worker(
             self.only_draft("a draft worker"),
-            self.options.of_draft(self.draft_device, self.draft_dtype),
-            drafter=self.drafter or "model",
+            self.options.of_draft(),
+            drafter=self.build.drafter or "model",
             values={name: value for name, value in extra.items() if name in self._drafter_options},
-            resources=read_resources(str(self.worker)),
+            resources=read_resources(str(self.build.worker)),
         )
 
 
@@ -353,5 +285,5 @@ def _open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool
     use_threads(model.threads)
     with loading_bar(quiet) as progress:
         draft = load_own_draft(chosen, model.options, progress)
-    drafter = build_card_drafter(model.drafter or "model", draft, extra)
+    drafter = build_card_drafter(model.build.drafter or "model", draft, extra)
     return RemoteTarget(address, draft, drafter, address.key)

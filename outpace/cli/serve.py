@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import typer
 
 from outpace.cli import display
-from outpace.cli.flags import common_fields, flag, flags
+from outpace.cli.flags import common_fields, flag, flags, flags_of
 from outpace.cli.options import GENERATION_CONFIG, ModelFlags
 from outpace.core.errors import require
+from outpace.core.options import help_of, same
+from outpace.engine.options import EngineOptions
 from outpace.models.files.find import pair_name
+from outpace.server.options import ServerLimits
 
 if TYPE_CHECKING:
     from outpace.server.options import ServerOptions
@@ -55,16 +58,8 @@ class LimitFlags:
     """Limits of requests."""
 
     panel: ClassVar[str] = "Limits"
-    batch: int = flag(16, "Answers written at the same time.")
-    max_queue: int = flag(128, "Answers that may wait; further ones are refused with 429.")
-    max_queued_tokens: int = flag(1 << 20, "Prompt tokens that may wait in total.")
-    max_requests_per_key: int = flag(0, "Concurrent requests of one API key; 0: no limit.")
-    max_connections: int = flag(512, "Concurrent connections.")
-    max_body: int = flag(4 << 20, "Largest body of a request, in bytes.")
-    queue_timeout: float = flag(60.0, "Seconds that a request may wait in the queue.")
-    request_timeout: float = flag(600.0, "Seconds that an answer may take.")
-    write_timeout: float = flag(30.0, "Seconds without reading until a client is dropped.")
-    drain: float = flag(30.0, "Maximum seconds for finishing running answers after SIGTERM or Ctrl-C.")
+    batch: int = same(EngineOptions, "batch")
+    limits: ServerLimits = flags_of(ServerLimits, *help_of(ServerLimits))
 
 
 @flags
@@ -85,7 +80,7 @@ def serve(ctx: typer.Context, model: ModelFlags, listen: ListenFlags, limit: Lim
 
 
 def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
-    from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
+    from outpace.server.options import ServerOptions, read_api_keys
 
     return ServerOptions(
         names=tuple(listen.served_name or ()),
@@ -95,7 +90,7 @@ def _options(listen: ListenFlags, limit: LimitFlags) -> ServerOptions:
         certificate=listen.ssl_certfile,
         certificate_key=listen.ssl_keyfile,
         client_authorities=listen.ssl_ca_certs,
-        limits=ServerLimits(**common_fields(limit, ServerLimits)),
+        limits=limit.limits,
         **common_fields(listen, ServerOptions),
     )
 

@@ -37,7 +37,7 @@ def tune(
     With --corpus: make the file of drafter cacheback or retrieval from your own texts. With --drafter
     layer_skip: find the sublayers that a draft made of the target should leave out.
     """
-    if model.drafter == "layer_skip":
+    if model.build.drafter == "layer_skip":
         _search(model, corpus or [], to, trials, max_tokens, as_json)
         return
     if corpus or to is not None:
@@ -67,7 +67,7 @@ def _make(model: ModelFlags, corpus: list[Path], to: Path | None, as_json: bool)
     from outpace.bench.tune import make_table
 
     with display.loading_bar(as_json, 0.0) as progress:
-        made = make_table(model.drafter, corpus, model.target, to, progress)
+        made = make_table(model.build.drafter, corpus, model.target, to, progress)
     if as_json:
         display.print_json(made._asdict() | {"path": str(made.path)})
         return

@@ -26,7 +26,7 @@ def load_own_draft(name: str | None, options: LoadOptions, progress: Progress = 
     spec = name if name is not None else shipped_draft(target)
     if name is not None and is_packed(Path(name)):
         raise UserError(f"the draft {name} has the embeddings of its target, whose files are not here: name another")
-    return open_draft(spec, target, partial(locate, None), options.of_draft(None, None), progress=progress)
+    return open_draft(spec, target, partial(locate, None), options.of_draft(), progress=progress)
 
 
 def build_card_drafter(name: str, draft: Loaded, values: Mapping[str, Any]) -> Drafter:

@@ -13,7 +13,7 @@ from typing import Any
 from outpace.api.params import SamplingParams, read_params
 from outpace.api.prompts import Prompt, tokens_of
 from outpace.api.stream import Result
-from outpace.api.text import Piece, TextAssembler, assembler_of, thought_before
+from outpace.api.text import Piece, TextAssembler, assembler_of, echo_of, thought_before
 from outpace.card import link
 from outpace.card.cache import CandidateLayer
 from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
@@ -70,24 +70,13 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
             if getattr(params, name) not in ("", getattr(defaults, name)):
                 raise UserError(f"{name} is not available from a target on another machine, leave it out")
         tokens = tokens_of(prompt, self.tokenizer)
-        own_ends = frozenset() if params.ignore_eos else self.tokenizer.stop_ids
-        request = Request(
-            prompt=tuple(tokens),
-            rule=find_rule("auto", params.sampling),
-            max_tokens=params.max_tokens,
-            sampling=params.sampling,
-            seed=params.seed,
-            choice=choice,
-            stop_ids=own_ends.union(params.stop_token_ids),
-            adjustments=params.adjustments(self.tokenizer),
-        )
+        request = params.request(tokens, find_rule("auto", params.sampling), self.tokenizer, choice)
         try:
             message = request_message(request)
         except ValueError as error:
             raise UserError(f"the request cannot be sent: {error}") from None
         text = assembler_of(params, self.tokenizer, thought_before(prompt, tokens, params, self.tokenizer))
-        echo = (prompt if isinstance(prompt, str) else self.tokenizer.decode(tokens)) if params.echo else ""
-        return RemoteStream(self, request, message, text, echo)
+        return RemoteStream(self, request, message, text, echo_of(params, prompt, tokens, self.tokenizer))
 
     def open(self, send: Callable[[CandidateLayer, float], None], request: Request, next_id: int) -> int:
         """Let the drafter draft a request; return its key. `send` is called in the drafter's thread."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
@@ -55,6 +56,12 @@ def switch(default: bool | None, help: str = "", **more: Any) -> Any:
     return option(default, help, check, **more)
 
 
+def same(record: type, name: str) -> Any:
+    """Declare an option of another record here too, with its default, help and bounds."""
+    [declared] = [one for one in fields(record) if one.name == name]
+    return field(default=declared.default, metadata=declared.metadata)
+
+
 @dataclass(frozen=True)
 class CheckedOptions:
     """Checks the fields that are declared by one of the functions above when an instance is created."""
@@ -70,6 +77,14 @@ class CheckedOptions:
 @dataclass(frozen=True)
 class MethodOptions(CheckedOptions):
     """The options of a method; without fields: no options."""
+
+
+def with_options(signature: Signature, *records: type) -> Signature:
+    """Return the signature of a function whose `**` arguments are the options of these records, and others."""
+    *before, others = signature.parameters.values()
+    named = [one for record in records for one in fields(record) if one.name in help_of(record)]
+    options = [Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type) for one in named]
+    return signature.replace(parameters=[*before, *options, others])
 
 
 def help_of(options: type) -> dict[str, str]:

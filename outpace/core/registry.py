@@ -14,7 +14,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType, NoneType
@@ -82,7 +82,7 @@ class Method:
     options: tuple[str, ...]
     needs: str = ""
     cost: str = ""
-    about: str = ""  # help of the options
+    about: Mapping[str, str] = field(default_factory=dict)  # help of the options, by name
 
 
 def names(kind: str) -> list[str]:
@@ -130,7 +130,7 @@ def _module(kind: str, name: str) -> ModuleType:
     if name not in names(kind):
         if instead := REMOVED_NAMES.get((kind, name)):
             raise UserError(f"{_CALLED[kind]} {name!r} was removed: {instead}")
-        raise unknown(_CALLED[kind], name, names(kind))
+        raise unknown(_CALLED[kind], str(name), names(kind))
     return importlib.import_module(f"outpace.{kind}.{name}")
 
 
@@ -176,7 +176,7 @@ def describe(kind: str, name: str) -> Method:
         options=options,
         needs=_needs(kind, cls),
         cost=cost,
-        about="; ".join(f"`{option}`: {text}" for option, text in help_of(method.Options).items()),
+        about=help_of(method.Options),
     )
 
 

@@ -42,14 +42,14 @@ class Card(Decoder):
             " `width` children each, ranked by the product of q; the target verifies the chain of the best children and"
             " keeps in step with the drafter, as with `lockstep` 7; only C is searched; there is no just-in-time draft",
         )
-        chain: bool = option(False, "for ablations: true verifies one branch instead of the best tree")
-        secondary: bool = option(True, "for ablations: false does not look in the secondary cache B")
-        late: bool = option(True, "for ablations: false drops nodes that arrived during the target's pass")
+        chain: bool = option(False, "ablation: true verifies one branch instead of the best tree")
+        secondary: bool = option(True, "ablation: false does not look in the secondary cache B")
+        late: bool = option(True, "ablation: false drops nodes that arrived during the target's pass")
         lockstep: int = whole(
             0,
             0,
             256,
-            help="for ablations: draft forwards in each target pass, after which each side waits for the other, as in"
+            help="ablation: draft forwards in each target pass, after which each side waits for the other, as in"
             " the authors' code; 0: the drafter never waits",
         )
 

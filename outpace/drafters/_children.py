@@ -140,7 +140,7 @@ class OfferState(ExpansionState):
 class ChildOptions(MethodOptions):
     """Options of drafters that add children below the nodes of one forward."""
 
-    width: int = whole(2, 1, 512, help="nodes of a level that get children, and children of each")
+    width: int = whole(2, 1, 512, help="nodes that a forward expands in each tree, and children of each")
     tree_nodes: int = whole(256, 2, 1 << 20, help="maximum size of the tree")
     draws: str = parsed(
         "2,1",

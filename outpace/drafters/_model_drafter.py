@@ -20,15 +20,13 @@ from outpace.models.base import Model
 class ModelOptions(ChildOptions):
     """Options of drafters that run a draft model step by step."""
 
-    width: int = whole(
-        4, 1, 512, help="number of nodes that a forward expands in each request, and of children that each of them gets"
-    )
+    width: int = whole(4, 1, 512, help="nodes that a forward expands in each tree, and children of each")
     floor: float = number(0.005, 0.0, 1.0, help="lowest estimated probability of a node that is expanded")
     draft_window: int | None = whole(
         None,
         0,
-        help="number of trailing tokens that the draft model reads when drafting begins (0: all; default: the one in"
-        " its config.json)",
+        help="trailing tokens that the draft model reads when drafting begins; 0: all; the default is that in its"
+        " config.json",
     )
 
 

@@ -27,7 +27,7 @@ from outpace.models.heads.eagle3 import EagleModel
 class Options(HeadOptions):
     """Those of other heads, wider by default."""
 
-    width: int = whole(4, 1, 512, help="nodes of a level that get children, and children of each")
+    width: int = whole(4, 1, 512, help="nodes that a forward expands in each tree, and children of each")
     floor: float = number(0.005, 0.0, 1.0, help="lowest estimated probability of a node that is expanded")
 
 

@@ -23,7 +23,7 @@ _COUNTED = 64  # match length beyond which a copy is no more certain
 class Options(MethodOptions):
     """What is matched and copied."""
 
-    longest: int = whole(3, 1, 16, help="most trailing tokens to match, fewer if there is no match")
+    longest: int = whole(3, 1, 16, help="most trailing tokens to match")
     copies: int = whole(10, 1, 256, help="tokens copied of each match")
     branches: int = whole(2, 1, 64, help="most different copies, those of the longest matches")
 

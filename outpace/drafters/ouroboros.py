@@ -40,7 +40,7 @@ class Options(MethodOptions):
     width: int = whole(16, 1, 512, help="nodes in a forward of the draft")
     tree_nodes: int = whole(256, 2, 16384, help="maximum size of the tree")
     phrases: str = option("", PHRASES_FILE)
-    draft_window: int | None = whole(None, 0, help="as for drafter model")
+    draft_window: int | None = whole(None, 0, help="as for other draft models")
 
 
 @dataclass

@@ -2,142 +2,71 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from outpace.card.link import is_address, read_address
+from outpace.card.link import read_address
 from outpace.card.loop import check_concurrent
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
-from outpace.core.errors import UserError, check_whole, require, unknown
+from outpace.core.errors import UserError, require
 from outpace.core.lazy import num_cores
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule
 from outpace.decoders.base import Decoder
 from outpace.drafters import build_drafter, drafter_modules, drafter_names
-from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.engine import Engine
+from outpace.engine.options import BuildOptions
 from outpace.models.load import Loaded
 
-WORKERS = ("thread", "process", "polled", "inline")
 HEAD_DRAFTERS = ("block", "eagle", "specformer")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target
+PLAIN = "autoregressive"
 REMOTE_METHOD = "card"  # the default if the drafter runs on another machine
 
 
-@dataclass(frozen=True)
-class BuildOptions:
-    """All options of an `LLM` except for its target, draft and `LoadOptions`; documented there.
+def resolve(options: BuildOptions, target: Loaded, draft: Loaded | None, tuned: str | None = None) -> BuildOptions:
+    """Return the options with all defaults filled in for these models; `tuned`: the method that `outpace tune` found
+    for the pair. UserError for a rule that fits neither the method nor the drafter."""
+    method = options.method
+    if method == "auto":
+        method = REMOTE_METHOD if options.is_remote else choose_method(target, draft, options.rule, tuned)
+    decoder = registry.find("decoders", method)
+    drafter = options.drafter
+    if decoder.drafting and not options.is_remote:
+        drafter = drafter or default_drafter(method, draft.drafter if draft else None)
+        _check_draft(drafter, draft)
+    rule = default_rule(decoder, options.rule)
+    check_rule(rule, decoder, drafter)
+    return replace(
+        options,
+        method=method,
+        drafter=drafter,
+        rule=rule,
+        nodes=_num_nodes(options, decoder),
+        structured_drafter=_structured_drafter(options.drafter is None, rule, drafter, decoder),
+    )
 
-    `drafter` may be None for the default. `part_options`: options of the method, the drafters and the rule, by name.
-    After `resolve`, `method`, `drafter`, `rule` and `nodes` are final, and `structured_drafter` is the drafter for
-    requests with a grammar, None if it is the usual one.
-    """
 
-    method: str = "auto"
-    drafter: str | None = None
-    rule: str = "auto"
-    worker: str | None = None
-    draft_threads: int | None = None
-    nodes: int | None = None
-    batch: int = EngineOptions.batch
-    kv_memory: float | None = None
-    reuse: bool = True
-    draft_device: str | None = None
-    draft_dtype: str | None = None
-    part_options: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[str, ...] = ()
-    structured_drafter: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check what can be checked before a model is loaded."""
-        if self.draft_threads is not None:
-            check_whole("draft_threads", self.draft_threads, 1, 1024)
-        if self.worker not in (None, *WORKERS) and not self.is_remote:
-            if re.fullmatch(r"[\w.-]+:\d+", str(self.worker)):
-                raise UserError(f"unknown worker {self.worker!r}; did you mean 'grpc://{self.worker}'?")
-            raise unknown("worker", str(self.worker), (*WORKERS, "grpc://HOST:PORT"))
-        if self.is_remote and self.drafter is not None:
-            raise UserError(f"the drafter runs at {self.worker}: name {self.drafter!r} there, not here")
-        registry.find("decoders", self.method)
-        for rule in self.known_rules:
-            registry.find("rules", rule)
-        if self.drafter is not None:
-            drafter_modules(self.drafter)
-
-    @property
-    def known_rules(self) -> list[str]:
-        """The names of the LLM's own rule and of `rules`, without "auto"."""
-        return [rule for rule in dict.fromkeys((self.rule, *self.rules)) if rule != "auto"]
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the drafter runs on another machine."""
-        return is_address(self.worker)
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether the method and the drafter can make use of a draft model in this process."""
-        if self.is_remote:
-            return False
-        if self.method != "auto" and registry.find("decoders", self.method).drafting is None:
-            return False
-        parts = drafter_modules(self.drafter) if self.drafter is not None else ["model"]
-        return any(registry.describe("drafters", part).needs == registry.DRAFT_MODEL for part in parts)
-
-    @property
-    def needs_same_tokens(self) -> bool:
-        """Whether a draft model must have the target's tokens: only drafter `translated` does without."""
-        modules = {} if self.drafter is None else drafter_modules(self.drafter)
-        return "translated" not in modules or "model" in modules
-
-    def resolve(self, target: Loaded, draft: Loaded | None, tuned: str | None = None) -> BuildOptions:
-        """Return the options with all defaults filled in for these models; `tuned`: the method that `outpace tune`
-        found for the pair. UserError for a rule that fits neither the method nor the drafter."""
-        method = self.method
-        if method == "auto":
-            method = REMOTE_METHOD if self.is_remote else choose_method(target, draft, self.rule, tuned)
-        decoder = registry.find("decoders", method)
-        drafter = self.drafter
-        if decoder.drafting and not self.is_remote:
-            drafter = drafter or default_drafter(method, draft.drafter if draft else None)
-            _check_draft(drafter, draft)
-        rule = default_rule(decoder, self.rule)
-        check_rule(rule, decoder, drafter)
-        return replace(
-            self,
-            method=method,
-            drafter=drafter,
-            rule=rule,
-            nodes=self._num_nodes(decoder),
-            structured_drafter=_structured_drafter(self.drafter is None, rule, drafter, decoder),
+def _num_nodes(options: BuildOptions, decoder: type[Decoder]) -> int:
+    """Return the most nodes of a tree; the default leaves room for the longest draft. UserError if the user named both
+    a limit and a draft length that exceeds it."""
+    values = registry.build_options(decoder, options.part_options)
+    needed, name = decoder.num_nodes(values), decoder.length_option
+    if options.nodes is None:
+        return max(needed, decoder.usual_nodes)
+    if name and name in options.part_options and needed > options.nodes:
+        raise UserError(
+            f"{name} is {getattr(values, name)}, which takes {needed} nodes in a pass, the root included, and"
+            f" nodes is {options.nodes}: raise nodes or lower {name}"
         )
-
-    def _num_nodes(self, decoder: type[Decoder]) -> int:
-        """Return the most nodes of a tree; the default leaves room for the longest draft. UserError if the user named
-        both a limit and a draft length that exceeds it."""
-        options = registry.build_options(decoder, self.part_options)
-        needed, name = decoder.num_nodes(options), decoder.length_option
-        if self.nodes is None:
-            return max(needed, decoder.usual_nodes)
-        if name and name in self.part_options and needed > self.nodes:
-            raise UserError(
-                f"{name} is {getattr(options, name)}, which takes {needed} nodes in a pass, the root included, and"
-                f" nodes is {self.nodes}: raise nodes or lower {name}"
-            )
-        return self.nodes
-
-    @property
-    def engine_options(self) -> EngineOptions:
-        """The limits of the engine; UserError for a value out of range."""
-        nodes = EngineOptions.nodes if self.nodes is None else self.nodes
-        return EngineOptions(nodes, batch=self.batch, kv_memory=self.kv_memory, reuse=self.reuse)
+    return options.nodes
 
 
 def choose_method(target: Loaded, draft: Loaded | None, rule: str, tuned: str | None = None) -> str:
@@ -202,13 +131,6 @@ def _runs_draft(part: str) -> bool:
     return registry.describe("drafters", part).needs == registry.DRAFT_MODEL
 
 
-def check_prediction(drafter: str | None) -> None:
-    """Raise UserError if the drafter cannot use a prediction; of several drafters to choose from, the first counts."""
-    name = drafter_names(drafter)[0] if drafter is not None else "prediction"
-    if "prediction" not in name.split("+"):
-        raise UserError(f"a prediction needs drafter prediction, this is {name}: name {name}+prediction")
-
-
 def _build_rule(name: str, values: Mapping[str, Any] | None = None) -> Rule:
     """Build the rule with this name, given those of the options that are its own."""
     rule: type[Rule] = registry.find("rules", name)
@@ -232,6 +154,77 @@ def find_rule(name: str, sampling: Sampling, values: Mapping[str, Any] | None = 
 
 def _judges(rule: Rule, sampling: Sampling) -> bool:
     return rule.traits.greedy if sampling.is_greedy else rule.traits.sampled
+
+
+class Chosen(NamedTuple):
+    """What writes one answer. `method` is the decoder's name; `drafter` None: the engine's first one."""
+
+    rule: Rule
+    decoder: type[Decoder]
+    options: Any
+    method: str
+    drafter: str | None
+
+
+class RequestChoices:
+    """Finds the rule, the decoder and the drafter of each request among those of resolved options."""
+
+    def __init__(self, options: BuildOptions, target: Loaded) -> None:
+        self._options, self._target = options, target
+        self._decoder = registry.find("decoders", options.method)
+        self._decoder_options = registry.build_options(self._decoder, options.part_options)
+        # One instance for all requests, so that they share batches.
+        self._rules: dict[tuple[str, bool, bool], Rule] = {}
+
+    def choose(
+        self,
+        sampling: Sampling,
+        *,
+        plain: bool = False,
+        is_structured: bool = False,
+        is_predicted: bool = False,
+        drafter: str | None = None,
+        rule: str | None = None,
+        method: str | None = None,
+    ) -> Chosen:
+        """Return what writes an answer; `drafter`, `rule` and `method` are the names that the request chose. UserError
+        if they do not fit each other, the sampling or the prediction.
+
+        `plain`: without speculation. `is_structured`, `is_predicted`: the answer has a grammar, a prediction.
+        """
+        options = self._options
+        if is_predicted and not plain:
+            _check_prediction(drafter or options.drafter)
+        found = self._rule(rule or options.rule, sampling, plain)
+        drafter = drafter or (options.structured_drafter if is_structured and not plain else None)
+        if plain:
+            decoder = registry.find("decoders", PLAIN)
+            return Chosen(found, decoder, decoder.Options(), PLAIN, drafter)
+        if method is None and rule is not None and options.method == AUTO and not found.traits.same_text:
+            method = "speculative"  # as `choose_method` does
+        method = method or options.method
+        decoder = self._decoder if method == options.method else registry.find("decoders", method)
+        if rule is not None:
+            check_rule(rule, decoder, drafter or options.drafter)
+        values = self._decoder_options if method == options.method else decoder.Options()
+        return Chosen(found, decoder, values, method, drafter)
+
+    def _rule(self, name: str, sampling: Sampling, plain: bool) -> Rule:
+        key = name, sampling.is_greedy, plain
+        if key not in self._rules:
+            rule = find_rule(name, sampling, self._options.part_options)
+            rule.check_target(self._target)
+            if plain and rule.traits.q_at_leaves:  # it needs a draft's q, which plain decoding does not have
+                rule = find_rule("auto", sampling)
+            self._rules.setdefault(key, rule)
+        return self._rules[key]
+
+
+def _check_prediction(drafter: str | None) -> None:
+    """Raise UserError if the drafter cannot use a prediction; of several drafters to choose from, the first counts."""
+    name = drafter_names(drafter)[0] if drafter is not None else "prediction"
+    if "prediction" not in name.split("+"):
+        raise UserError(f"a prediction needs drafter prediction, this is {name}: name {name}+prediction")
 
 
 def default_rule(decoder: type[Decoder], rule: str) -> str:

@@ -10,19 +10,20 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
 from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, Needs
-from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Decoder
 from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.kv_memory import KVMemory
+from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
@@ -34,31 +35,6 @@ from outpace.rules.base import FailedRow
 
 _UNTIMED = 16  # prompt tokens in a pass with requests that write, until passes were timed
 _INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C): send the request again"
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """`nodes`: most nodes of a request's tree in one pass, root included; `rows`: most nodes of all trees together
-    (None: 64 on a CPU, 512 on a GPU); `chunk`: most prompt tokens in a pass (None: 256 on a CPU, 2,048 on a GPU), fewer
-    where these would keep other requests from writing; `batch`: requests running at once, others wait; `kv_memory`: GiB
-    for keys and values (None: half of the free memory); `reuse`: start prompts from the keys and values of a text with
-    the same prefix, and let drafters copy what followed the whole prompt there."""
-
-    nodes: int = 8
-    rows: int | None = None
-    chunk: int | None = None
-    batch: int = 16
-    kv_memory: float | None = None
-    reuse: bool = True
-
-    def __post_init__(self) -> None:
-        check_whole("nodes", self.nodes, 1, 4096)
-        for name in ("rows", "chunk"):
-            if (value := getattr(self, name)) is not None:
-                check_whole(name, value, 1, 65536)
-        check_whole("batch", self.batch, 1, 4096)
-        if self.kv_memory is not None:
-            check_range("kv_memory", self.kv_memory, 0.0)
 
 
 class Batch(NamedTuple):

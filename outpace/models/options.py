@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core.arrays import to_python
-from outpace.core.errors import UserError, unknown
+from outpace.core.errors import UserError
+from outpace.core.options import CheckedOptions, one_of, option, switch
 
 if TYPE_CHECKING:
     import torch
@@ -41,68 +42,107 @@ SHAPES = {
 }
 
 
+def _check_size(name: str, size: Any) -> None:
+    """Raise UserError for a size that `inflate` does not have; it names the two nearest."""
+    size = str(size)
+    if size in SHAPES:
+        return
+    message = f"unknown inflate {size!r}, allowed are {', '.join(SHAPES)}"
+    try:
+        wanted = float(size.upper().removesuffix("B"))
+    except ValueError:
+        raise UserError(message) from None
+    nearest = sorted(SHAPES, key=lambda name: abs(float(name.removesuffix("B")) - wanted))[:2]
+    raise UserError(f"{message}; the nearest are {' and '.join(nearest)}")
+
+
+def _check_plan(name: str, plan: Any) -> None:
+    if not is_plan(plan):
+        raise UserError(f"pp_plan is {plan!r:.100}, it must be auto or each rank's layers, as in 12,10,8")
+
+
 @dataclass(frozen=True)
-class LoadOptions:
-    """How one model is loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are accepted too.
-
-    `dtype` "file": by the native kernels on a CPU, the own weights of a GGUF file or of a GPTQ or AWQ folder, and int8
-    for float matrices. "int4": like "file", but four bits for the layers' float matrices, in ggml's format Q4_1.
-    "int8": everything in int8, by the same kernels. "auto": like "file" on a CPU if the native kernels support the
-    model, bfloat16 on a GPU that has it, else float32.
-
-    `exact` None: if the machine supports it. `runtime` "auto": our own if it supports the architecture and the weights'
-    format, else transformers. `trust_remote_code` and `device_map` are for transformers only: the first runs Python
-    files that come with the model, the second is accelerate's. So is `tp_plan`, "auto": each layer is split over the
-    processes that torch.distributed.run started, and only the first of them writes output. `pp_plan`, for the runtimes
-    native and llama: number of layers in each of these processes, as in "12,10,8"; "auto": by memory and speed.
-    `inflate`: widen the model to the shape of one of this size, as in "8B"; the text does not change. `layers`: load
-    these only, as in "0-24,26-29". `kv_dtype`: the type of keys and values, also of the draft; "auto": float16 for the
-    native kernels, else the runtime's own. `graphs`, for the runtime llama: "cuda" replays captured passes, "eager"
-    runs the same passes without a capture on any device; "auto" is cuda on a GPU and off elsewhere. `is_draft`: the
-    model only proposes, so four bits change no text: by the native kernels, "auto" is "int4". `target_files`: folder or
-    .gguf file of the target whose embeddings a packed draft uses.
+class LoadOptions(CheckedOptions):
+    """How a target and its draft are loaded. Scalars of numpy and torch, `torch.dtype` and `torch.device` are accepted
+    too. `is_draft`: the model only proposes, so four bits change no text: by the native kernels, "auto" is "int4".
+    `target_files`: folder or .gguf file of the target whose embeddings a packed draft uses.
     """
 
-    device: str = "cpu"
-    dtype: str = AUTO
-    exact: bool | None = None
-    runtime: str = AUTO
-    trust_remote_code: bool = False
-    device_map: str | Mapping[str, Any] | None = None
-    inflate: str | None = None
-    layers: str | None = None
-    graphs: str = AUTO
-    kv_dtype: str = AUTO
-    tp_plan: str | None = None
-    pp_plan: str | None = None
+    device: str = option("cpu", "Device of the target: cpu, cuda, cuda:1, ...")
+    dtype: str = one_of(
+        AUTO,
+        DTYPES,
+        "Precision: file (a GGUF, GPTQ or AWQ model's own weights, all else in int8; CPU only), int4 (as file, but four"
+        " bits where file has int8 in its layers), int8 (CPU only), float32, bfloat16 or float16; auto: file on a CPU"
+        " whose kernels support the model, bfloat16 on a GPU where available, else float32.",
+    )
+    exact: bool | None = switch(
+        None, "Make every method compute bit-identical logits; the default is on where the device supports it."
+    )
+    runtime: str = option(
+        AUTO,
+        "Runtime: native (kernels for a CPU), llama (the Llama family by torch) or transformers (any causal model);"
+        " auto: one of our own if it supports the model, else transformers.",
+    )
+    trust_remote_code: bool = switch(False, "Run the Python files that come with a model, by transformers.")
+    device_map: str | Mapping[str, Any] | None = option(
+        None, "Devices of the target's parts, for accelerate; by transformers."
+    )
+    inflate: str | None = option(
+        None, "Widen the target to the shape of a model of this size, as in 8B; the text does not change.", _check_size
+    )
+    layers: str | None = option(None, "The layers to load, as in 0-24,26-29.")
+    graphs: str = one_of(
+        AUTO,
+        GRAPHS,
+        "Graph capture of the runtime llama: cuda (CUDA graphs), eager (the same forwards without capture, on any"
+        " device) or off; auto: cuda on a GPU, else off.",
+    )
+    kv_dtype: str = one_of(
+        AUTO,
+        KV_DTYPES,
+        "Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's too; auto:"
+        " float16 by the native kernels, else the runtime's own.",
+    )
+    tp_plan: str | None = one_of(
+        None,
+        (AUTO,),
+        "auto: split each layer of the target over the processes that torch.distributed.run started, by transformers;"
+        " only the first process writes output.",
+    )
+    pp_plan: str | None = option(
+        None,
+        "Layers of the target in each of the processes that torch.distributed.run started, on one machine or several,"
+        " as in 12,10,8; auto: by memory and speed. Only the first process writes output. By the runtimes native and"
+        " llama.",
+        _check_plan,
+    )
+    draft_device: str | None = option(None, "Device of the draft; the default is the target's.")
+    draft_dtype: str | None = one_of(
+        None,
+        DTYPES,
+        "Precision of the draft; the default is the target's dtype, where auto holds a draft in int4 on a CPU.",
+    )
     is_draft: bool = False
     target_files: Path | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _to_builtin(getattr(self, field.name)))
-        if self.exact not in (None, True, False):
-            raise UserError(f"exact is {self.exact!r:.50}, it must be True, False or None")
-        if self.trust_remote_code not in (True, False):
-            raise UserError(f"trust_remote_code is {self.trust_remote_code!r:.50}, it must be True or False")
-        named = {"dtype": DTYPES, "graphs": GRAPHS, "kv_dtype": KV_DTYPES}
-        for name, allowed in (named | {"tp_plan": (AUTO, None)}).items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise unknown(name, str(value), filter(None, allowed))
-        if self.pp_plan is not None and not is_plan(self.pp_plan):
-            raise UserError(f"pp_plan is {self.pp_plan!r:.100}, it must be auto or each rank's layers, as in 12,10,8")
-        if self.inflate not in (None, *SHAPES):
-            raise _unknown_size(str(self.inflate))
+        super().__post_init__()
 
-    def of_draft(self, device: str | None = None, dtype: str | None = None) -> LoadOptions:
-        """Return the options of this target's draft model, with its own device and dtype if they are given.
+    def of_draft(self) -> LoadOptions:
+        """Return the options of this target's draft model.
 
         A device map, a tp_plan, a pp_plan and inflation apply to the target only; so do graphs if the devices differ.
         """
-        graphs = self.graphs if device in (None, self.device) else AUTO
-        own = replace(self, device=device or self.device, dtype=dtype or self.dtype, graphs=graphs)
-        return replace(own, device_map=None, tp_plan=None, pp_plan=None, inflate=None)
+        graphs = self.graphs if self.draft_device in (None, self.device) else AUTO
+        own = replace(
+            self, device=self.draft_device or self.device, dtype=self.draft_dtype or self.dtype, graphs=graphs
+        )
+        return replace(
+            own, device_map=None, tp_plan=None, pp_plan=None, inflate=None, draft_device=None, draft_dtype=None
+        )
 
     def kv_dtype_or(self, default: str) -> str:
         """Return the type of keys and values, given the runtime's default."""
@@ -159,17 +199,6 @@ def _to_builtin(value: Any) -> Any:
     """Convert scalars of numpy and torch to Python's, and types and devices of torch to their names."""
     value = to_python(value)
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-
-
-def _unknown_size(size: str) -> UserError:
-    """Build the error for a size that `inflate` does not have; it names the two nearest."""
-    message = f"unknown inflate {size!r}, allowed are {', '.join(SHAPES)}"
-    try:
-        wanted = float(size.upper().removesuffix("B"))
-    except ValueError:
-        return UserError(message)
-    nearest = sorted(SHAPES, key=lambda name: abs(float(name.removesuffix("B")) - wanted))[:2]
-    return UserError(f"{message}; the nearest are {' and '.join(nearest)}")
 
 
 def is_plan(text: object) -> bool:

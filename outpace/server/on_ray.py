@@ -20,8 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from outpace.api.llm import LLM
 from outpace.core import registry
-from outpace.core.errors import UserError, check_range, check_whole, require
-from outpace.engine.engine import EngineOptions
+from outpace.core.errors import UserError, require
+from outpace.core.options import CheckedOptions, help_of, number, whole
+from outpace.engine.options import BuildOptions, EngineOptions
 from outpace.models.options import LoadOptions
 from outpace.server.app import build_app
 from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
@@ -33,27 +34,22 @@ _FLAGS = (  # of `outpace serve` too
     *("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix", "generation_config"),
 )
 _PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # options of Ray's proxy
-_OBJECTS = ("options", "tokenizer", "progress", "rules", "more", "return")  # hints of `LLM.__init__`: no arguments here
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Number of replicas, and CPUs and GPUs that Ray reserves for each."""
+class Placement(CheckedOptions):
+    """What Ray starts."""
 
-    replicas: int = 1
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_whole("replicas", self.replicas, 1)
-        check_range("num_cpus", self.num_cpus, 0)
-        check_range("num_gpus", self.num_gpus, 0)
+    replicas: int = whole(1, 1, help="Number of replicas, each with models and an engine of its own.")
+    num_cpus: float = number(1.0, 0, help="CPUs that Ray reserves for each.")
+    num_gpus: float = number(0.0, 0, help="GPUs that Ray reserves for each.")
 
 
 def build(args: Mapping[str, Any]) -> Any:
     """Return the Ray Serve application for these arguments, given as values or as texts.
 
-    They are those of `outpace.load`, the flags of `outpace serve` with underscores, and the fields of `Placement`.
+    They are target, draft, the fields of `LoadOptions` and `BuildOptions`, options of methods, drafters and rules, the
+    flags of `outpace serve` with underscores, and the fields of `Placement`.
     UserError for an unknown argument or a value that is not allowed.
     """
     require("a server on Ray", "ray")
@@ -86,9 +82,13 @@ def build(args: Mapping[str, Any]) -> Any:
 
 def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptions, Placement]:
     """Return the arguments of `LLM`, the server's options, and the placement; UserError as for `build`."""
-    hints: dict[Any, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Placement, ServerLimits, LoadOptions)}
+    records = (Placement, ServerLimits, LoadOptions, BuildOptions)
+    hints: dict[Any, dict[str, Any]] = {
+        record: {name: get_type_hints(record)[name] for name in help_of(record) if name != "rules"}
+        for record in records
+    }
     hints[ServerOptions] = {name: get_type_hints(ServerOptions)[name] for name in _FLAGS}
-    hints[LLM] = {name: hint for name, hint in get_type_hints(LLM.__init__).items() if name not in _OBJECTS}
+    hints[LLM] = {"target": Any, "draft": Any}
     values: dict[Any, dict[str, Any]] = {kind: {} for kind in hints}
     keys = None
     for name, value in args.items():
@@ -109,10 +109,10 @@ def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptio
             raise UserError(f"no argument is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     limits = ServerLimits(**values[ServerLimits])
     options = ServerOptions(keys=read_api_keys(keys), limits=limits, **values[ServerOptions])
-    check_whole("batch", values[LLM].get("batch", 1), 1)
     if options.rules:
-        values[LLM]["rules"] = options.rules
-    return values[LLM] | values[LoadOptions], options, Placement(**values[Placement])
+        values[BuildOptions]["rules"] = tuple(options.rules)
+    BuildOptions(**values[BuildOptions])  # checks them
+    return values[LLM] | values[LoadOptions] | values[BuildOptions], options, Placement(**values[Placement])
 
 
 def _text(name: str, value: Any) -> str:

@@ -22,21 +22,21 @@ API_KEY_VARIABLE = "OUTPACE_API_KEY"
 
 @dataclass(frozen=True)
 class ServerLimits(CheckedOptions):
-    """Bounds of one request and of all together. Times are in seconds."""
+    """Bounds of one request and of all together. Fields without a help text are no flags."""
 
-    max_queue: int = whole(128, 1)  # answers that wait for a slot
-    max_queued_tokens: int = whole(1 << 20, 1)  # prompt tokens that wait
-    max_requests_per_key: int = whole(0, 0)  # at once; 0: no limit
-    max_connections: int = whole(512, 1)
-    max_body: int = whole(4 << 20, 1)  # bytes
-    queue_timeout: float = number(60.0, 0.001)
-    request_timeout: float = number(600.0, 0.001)
-    write_timeout: float = number(30.0, 0.001)
-    drain: float = number(30.0, 0.0)
+    max_queue: int = whole(128, 1, help="Answers that may wait; further ones are refused with 429.")
+    max_queued_tokens: int = whole(1 << 20, 1, help="Prompt tokens that may wait in total.")
+    max_requests_per_key: int = whole(0, 0, help="Concurrent requests of one API key; 0: no limit.")
+    max_connections: int = whole(512, 1, help="Concurrent connections.")
+    max_body: int = whole(4 << 20, 1, help="Largest body of a request, in bytes.")
+    queue_timeout: float = number(60.0, 0.001, help="Seconds that a request may wait in the queue.")
+    request_timeout: float = number(600.0, 0.001, help="Seconds that an answer may take.")
+    write_timeout: float = number(30.0, 0.001, help="Seconds without reading until a client is dropped.")
+    drain: float = number(30.0, 0.0, help="Maximum seconds for finishing running answers after SIGTERM or Ctrl-C.")
     body_seconds: float = number(30.0, 0.001)  # to receive the headers, and then the body
     json_depth: int = whole(64, 1)
-    stuck: float = number(60.0, 0.001)  # without a finished engine step while work is pending
-    ping: float = number(10.0, 0.001)  # without data in a stream before a ping is sent
+    stuck: float = number(60.0, 0.001)  # seconds without a finished engine step while work is pending
+    ping: float = number(10.0, 0.001)  # seconds without data in a stream before a ping is sent
 
 
 @dataclass(frozen=True)
