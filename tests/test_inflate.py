@@ -133,7 +133,7 @@ def reference_config() -> dict[str, Any]:
     [
         ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 3B, 8B, 32B, 70B; the nearest are 8B and 3B"),
         ({"inflate": "8b"}, "unknown inflate '8b', allowed are 1B, 3B, 8B, 32B, 70B"),
-        ({"inflate": "8B", "runtime": "transformers"}, "inflate is for the runtimes native and llama"),
+        ({"inflate": "8B", "runtime": "transformers"}, "inflate 8B is for the runtimes native and llama"),
     ],
 )
 def test_what_cannot_be_inflated_is_refused(folder: Path, options: dict[str, Any], says: str) -> None:

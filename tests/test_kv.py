@@ -110,7 +110,7 @@ def test_half_precision_stays_finite() -> None:
 def test_where_kv_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="unknown kv_dtype 'int4', allowed are auto, float16"):
         LoadOptions(kv_dtype="int4")
-    with pytest.raises(UserError, match="kv_dtype int8 is for the runtimes native and llama"):
+    with pytest.raises(UserError, match="kv_dtype int8 is for the runtimes native and llama, not for transformers"):
         load_model(folder, runtime="transformers", kv_dtype="int8")
     with pytest.raises(UserError, match="kv_dtype is for models that are loaded by name"):
         load_model(torch.nn.Linear(1, 1), kv_dtype="int8")

@@ -150,7 +150,10 @@ def test_a_draft_with_other_tokens_is_refused(tiny_folder: str, tmp_path: Path) 
             {"drafter": "suffix", "copies": 3},
             "option 'copies' .--copies. was removed, leave it out: it is always 32 for suffix",
         ),
-        ({"method": "autoregressive", "drafter": "ngram"}, "uses no drafter"),
+        (
+            {"method": "autoregressive", "drafter": "ngram"},
+            "takes no drafter: leave out drafter 'ngram', or choose method auto, ",
+        ),
         ({"draft": "layers:1,0"}, "layers is '1,0', it must be numbers from 0 to 1 in rising order"),
         ({"draft": "layers:x"}, "layers is 'x', it must be numbers"),
         ({"device": "cuda:77"}, "device 'cuda:77' is not available here, allowed are cpu"),

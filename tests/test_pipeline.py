@@ -325,7 +325,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(devices, "num_processes", lambda: 2)
     for more, said in [
         ({"tp_plan": "auto"}, "tp_plan and pp_plan both split"),
-        ({"runtime": "transformers"}, "for the runtime native and llama, not for transformers"),
+        ({"runtime": "transformers"}, "for the runtimes native and llama, not for transformers"),
         ({"device_map": "auto"}, "both say where"),
         ({"graphs": "eager"}, "graphs eager does not go with pp_plan"),
     ]:

@@ -24,7 +24,7 @@ from outpace.models.heads.load import kind_of_head
 from outpace.models.heads.reader import read_head
 from outpace.models.heads.steering import open_steering
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.runtimes import RUNTIMES
+from outpace.models.options import RUNTIMES
 
 START = "start"  # writes the draft as training begins with it; not among "all"
 STAGES = ("text", "train", "judge", "all", START)

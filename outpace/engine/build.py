@@ -27,6 +27,7 @@ HEAD_DRAFTERS = ("block", "eagle", "specformer")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
 AUTO = "auto"  # the decoder that plans every round, and the method name that `choose_method` resolves
 PLANNED = "planned"  # the same with a drafter in parallel with the target
+_TAKERS = {"drafter": ("sequential", "parallel"), "worker": ("parallel",)}  # by a method's `drafting`
 PLAIN = "autoregressive"
 REMOTE_METHOD = "card"  # the default if the drafter runs on another machine
 
@@ -275,7 +276,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     """Build the engine of resolved options: with sequential drafters, or with one drafter in a worker. UserError for an
     option that no part has, or that does not fit. The caller starts its worker."""
     decoder, settings, values = registry.find("decoders", options.method), options.engine_options, options.part_options
-    _check_worker(options, decoder)
+    _check_method(options, decoder)
     modules: dict[str, Any] = {f"method {options.method}": decoder}
     needs = NO_NEEDS
     for name in options.known_rules:
@@ -284,10 +285,6 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
         rule.check_target(target)
         needs = needs.joined(Needs(layers=rule.traits.hidden_layers))
     if decoder.drafting is None:
-        if options.drafter is not None:
-            raise UserError(
-                f"method {options.method} uses no drafter, leave out {options.drafter!r} or change the method"
-            )
         registry.check_known(modules, values)
         return Engine(target.model, options=settings, needs=needs)
     if options.is_remote:
@@ -331,13 +328,14 @@ def _build_context(target: Loaded | None, draft: Loaded | None) -> BuildContext:
     return BuildContext(model, target and target.model, tokenizer, target and target.tokenizer, others)
 
 
-def _check_worker(options: BuildOptions, decoder: type[Decoder]) -> None:
-    if options.worker is not None and decoder.drafting != "parallel":
-        fitting = [
-            name for name in registry.names("decoders") if registry.find("decoders", name).drafting == "parallel"
-        ]
-        instead = f"leave out worker {options.worker!r}, or choose method {' or '.join(fitting)}"
-        raise UserError(f"method {options.method} has no worker: {instead}")
+def _check_method(options: BuildOptions, decoder: type[Decoder]) -> None:
+    """Raise UserError for an option that this method does not take, with the methods that do."""
+    for name, drafting in _TAKERS.items():
+        value = getattr(options, name)
+        if value is not None and decoder.drafting not in drafting:
+            takers = [one for one in registry.names("decoders") if registry.find("decoders", one).drafting in drafting]
+            instead = f"leave out {name} {value!r}, or choose method {', '.join(takers[:-1])} or {takers[-1]}"
+            raise UserError(f"method {options.method} takes no {name}: {instead}")
 
 
 def _draft_threads(options: BuildOptions, target: Loaded) -> int:

@@ -54,11 +54,8 @@ def check_split(options: LoadOptions) -> None:
     """Raise UserError if a model cannot be split over processes as `tp_plan` or `pp_plan` says."""
     if options.tp_plan is not None and options.pp_plan is not None:
         raise UserError("tp_plan and pp_plan both split the target: leave out one of them")
-    plan, runtimes = ("pp_plan", ("native", "llama")) if options.tp_plan is None else ("tp_plan", ("transformers",))
+    plan = "pp_plan" if options.tp_plan is None else "tp_plan"
     require(plan, "torch")
-    if options.runtime not in (AUTO, *runtimes):
-        names = " and ".join(runtimes)
-        raise UserError(f"{plan} is for the runtime {names}, not for {options.runtime}: leave out one of them")
     if options.device_map is not None:
         raise UserError(f"{plan} and device_map both say where a model's parts go: leave out one of them")
     if num_processes() < 2:

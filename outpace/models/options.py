@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 AUTO, INT8, INT4, FILE = "auto", "int8", "int4", "file"
 FLOATS = ("float32", "bfloat16", "float16")  # the types that torch computes in
+OWN_RUNTIMES = ("native", "llama")
+RUNTIMES = (AUTO, *OWN_RUNTIMES, "transformers")
 DTYPES = (AUTO, INT8, INT4, FILE, *FLOATS)
 CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
@@ -77,38 +79,49 @@ class LoadOptions(CheckedOptions):
         " whose kernels support the model, bfloat16 on a GPU where available, else float32.",
     )
     exact: bool | None = switch(
-        None, "Make every method compute bit-identical logits; the default is on where the device supports it."
+        None,
+        "Make every method compute bit-identical logits; the default is on where the device supports it.",
+        runtimes=OWN_RUNTIMES,
     )
-    runtime: str = option(
+    runtime: str = one_of(
         AUTO,
+        RUNTIMES,
         "Runtime: native (kernels for a CPU), llama (the Llama family by torch) or transformers (any causal model);"
         " auto: one of our own if it supports the model, else transformers.",
     )
-    trust_remote_code: bool = switch(False, "Run the Python files that come with a model, by transformers.")
+    trust_remote_code: bool = switch(
+        False, "Run the Python files that come with a model, by transformers.", runtimes=("transformers",)
+    )
     device_map: str | Mapping[str, Any] | None = option(
-        None, "Devices of the target's parts, for accelerate; by transformers."
+        None, "Devices of the target's parts, for accelerate; by transformers.", runtimes=("transformers",)
     )
     inflate: str | None = option(
-        None, "Widen the target to the shape of a model of this size, as in 8B; the text does not change.", _check_size
+        None,
+        "Widen the target to the shape of a model of this size, as in 8B; the text does not change.",
+        _check_size,
+        runtimes=OWN_RUNTIMES,
     )
-    layers: str | None = option(None, "The layers to load, as in 0-24,26-29.")
+    layers: str | None = option(None, "The layers to load, as in 0-24,26-29.", runtimes=OWN_RUNTIMES)
     graphs: str = one_of(
         AUTO,
         GRAPHS,
         "Graph capture of the runtime llama: cuda (CUDA graphs), eager (the same forwards without capture, on any"
         " device) or off; auto: cuda on a GPU, else off.",
+        runtimes=("llama",),
     )
     kv_dtype: str = one_of(
         AUTO,
         KV_DTYPES,
         "Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's too; auto:"
         " float16 by the native kernels, else the runtime's own.",
+        runtimes=OWN_RUNTIMES,
     )
     tp_plan: str | None = one_of(
         None,
         (AUTO,),
         "auto: split each layer of the target over the processes that torch.distributed.run started, by transformers;"
         " only the first process writes output.",
+        runtimes=("transformers",),
     )
     pp_plan: str | None = option(
         None,
@@ -116,6 +129,7 @@ class LoadOptions(CheckedOptions):
         " as in 12,10,8; auto: by memory and speed. Only the first process writes output. By the runtimes native and"
         " llama.",
         _check_plan,
+        runtimes=OWN_RUNTIMES,
     )
     draft_device: str | None = option(None, "Device of the draft; the default is the target's.")
     draft_dtype: str | None = one_of(
@@ -130,6 +144,16 @@ class LoadOptions(CheckedOptions):
         for field in fields(self):
             object.__setattr__(self, field.name, _to_builtin(getattr(self, field.name)))
         super().__post_init__()
+        if self.runtime != AUTO:
+            self.check_runtime(self.runtime)
+
+    def check_runtime(self, runtime: str) -> None:
+        """Raise UserError for an option that this runtime does not take."""
+        for one in fields(self):
+            value, takers = getattr(self, one.name), one.metadata.get("runtimes", RUNTIMES)
+            if runtime not in takers and value not in (one.default, False, OFF):
+                which = f"the runtime{'s' if len(takers) > 1 else ''} {' and '.join(takers)}"
+                raise UserError(f"{one.name} {value} is for {which}, not for {runtime}: leave it out")
 
     def of_draft(self) -> LoadOptions:
         """Return the options of this target's draft model.

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from outpace.core.errors import UserError, require, unknown
+from outpace.core.errors import UserError, require
 from outpace.core.kernels import kernels
 from outpace.core.lazy import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel, runtime_name
@@ -91,13 +91,11 @@ class Loaded:
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    """Load the model that `spec` names by a runtime of RUNTIMES.
+    """Load the model that `spec` names by one of the runtimes.
 
     "auto" is our own, and transformers for models that ours does not support, for a device map and for a tp_plan.
     """
-    if options.runtime not in RUNTIMES:
-        raise unknown("runtime", options.runtime, RUNTIMES)
-    load = partial(RUNTIMES[options.runtime], spec, options, progress)
+    load = partial(_LOADERS[options.runtime], spec, options, progress)
     if options.pp_plan is None:
         return load()
     from outpace.models.distributed.pipeline import load_pipeline
@@ -154,8 +152,7 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     require("the runtime llama" if options.dtype == AUTO else f"dtype {options.dtype}", TORCH)
     from outpace.models.llama.torch.runtime import Llama
 
-    if options.trust_remote_code or options.is_spread:
-        raise UserError("trust_remote_code and device_map are options of the runtime transformers, not of llama")
+    options.check_runtime("llama")
     build: Callable[..., Model] = Llama.from_tensors
     if options.has_graphs and options.pp_plan is None:
         kind, slow_path_warning = _captured(options)
@@ -186,10 +183,9 @@ def _native(spec: str | Path | None, options: LoadOptions, progress: Progress) -
     from outpace.models.llama.native.binding import NativeOptions, read_formats
     from outpace.models.llama.native.runtime import NativeLlama
 
-    if options.has_graphs:
-        raise UserError(f"graphs {options.graphs} is for the runtime llama, not for native")
-    if not options.is_on_cpu or options.trust_remote_code:
-        raise UserError("the runtime native runs on the cpu and takes neither trust_remote_code nor device_map")
+    options.check_runtime("native")
+    if not options.is_on_cpu:
+        raise UserError(f"the runtime native runs on the cpu, not on {options.device}: use the runtime llama there")
     if options.dtype not in (AUTO, INT8, INT4, FILE, "float16"):
         held = "in int8, in int4 or as the file has them"
         raise UserError(f"the runtime native holds weights {held}, dtype {options.dtype} needs the runtime llama")
@@ -306,17 +302,7 @@ def _check_fit(
 
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     require("the runtime transformers", *TRANSFORMERS)
-    if options.pp_plan is not None:
-        raise UserError("pp_plan is for the runtimes native and llama, which do not run this model")
-    if options.exact:
-        raise UserError("exact mode is not available with the runtime transformers, leave out exact")
-    if options.graphs != AUTO:
-        raise UserError(f"graphs {options.graphs} is for the runtime llama, leave it out with transformers")
-    if options.kv_dtype != AUTO:
-        raise UserError(f"kv_dtype {options.kv_dtype} is for the runtimes native and llama, leave it out here")
-    for option in ("inflate", "layers"):
-        if getattr(options, option) is not None:
-            raise UserError(f"{option} is for the runtimes native and llama, transformers lays out its models itself")
+    options.check_runtime("transformers")
     from outpace.models.files.model_kind import check_causal_lm
     from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load
@@ -350,4 +336,4 @@ def _name(spec: str | Path | None) -> str:
     return shipped_model().stem if spec is None else str(spec)
 
 
-RUNTIMES = {"auto": _auto, "llama": _llama, "native": _native, "transformers": _transformers}
+_LOADERS = {AUTO: _auto, "llama": _llama, "native": _native, "transformers": _transformers}
