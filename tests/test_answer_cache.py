@@ -14,8 +14,8 @@ from outpace.core.adjust import Adjustments
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Request
 from outpace.drafters import build_drafter
-from outpace.engine import answer_cache
-from outpace.engine.answer_cache import AnswerCache
+from outpace.engine import earlier_texts
+from outpace.engine.earlier_texts import AnswerCache
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 
@@ -157,8 +157,8 @@ def test_a_token_is_not_found_in_the_middle_of_two() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_cache, "_TEXTS", 3)
-    monkeypatch.setattr(answer_cache, "_TOKENS", 12)
+    monkeypatch.setattr(earlier_texts, "_TEXTS", 3)
+    monkeypatch.setattr(earlier_texts, "_TOKENS", 12)
     known = filled(*[(number, 50) for number in range(6)])
     assert [known.find(asked(number)) for number in range(6)] == [(), (), (), (50,), (50,), (50,)]
     known.store(asked(7), range(7, 18))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from machines import DEPTHS
 
-from outpace.engine.prefix_index import BLOCK, HashedTokens, PrefixIndex
+from outpace.engine.earlier_texts import BLOCK, HashedTokens, PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 1), max_size=2 * BLOCK)
 WHICH = st.integers(0, 1 << 16)

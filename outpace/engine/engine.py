@@ -20,8 +20,8 @@ from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Drafter, Request, Verify
 from outpace.decoders.base import Decoder
-from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
+from outpace.engine.earlier_texts import AnswerCache
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from outpace.core.errors import UserError
 from outpace.core.machine import free_bytes
-from outpace.engine.prefix_index import HashedTokens, PrefixIndex
+from outpace.engine.earlier_texts import HashedTokens, PrefixIndex
 from outpace.engine.sequence import DraftLink, TokenSequence
 from outpace.models.base import Model, Session
 

@@ -57,8 +57,8 @@ class BuildOptions(CheckedOptions):
     )
     drafter: str | None = option(
         None,
-        "Drafters, joined by +, as in model+ngram; of those separated by commas, each request chooses one; outpace"
-        " methods lists them. The default depends on the method.",
+        "Drafters, joined by +, as in model+ngram; a request chooses one where commas separate several; outpace methods"
+        " lists them. The default depends on the method.",
     )
     rule: str = option(
         "auto",

@@ -6,8 +6,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from outpace.engine.answer_cache import AnswerCache
 from outpace.engine.draft_runner import DraftRunner
+from outpace.engine.earlier_texts import AnswerCache
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.sequence import TokenSequence
 

@@ -30,7 +30,7 @@ from outpace.core.types import (
     tree_rows,
 )
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
-from outpace.engine.prefix_index import HashedTokens
+from outpace.engine.earlier_texts import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import picks_best_scores

@@ -1,17 +1,30 @@
-"""An index of texts by their prefixes, which finds the longest common prefix without comparing texts.
+"""What a new prompt shares with earlier texts: an index of prefixes, whose keys and values it can start from, and a
+cache of answers, which predict its own.
 
 A text is cut into blocks, and a block is hashed with the hash of the block before it: equal hashes at one position mean
 equal prefixes, and a holder of a block holds all blocks before it. As in vLLM's prefix cache; Kwon et al.,
 arXiv:2309.06180.
+
+A prompt that an earlier text begins with is sent when a question is repeated, an answer regenerated, or a completion
+continued. The target then writes the rest of that text again: always if greedy, with the same seed if sampled. This
+holds only for rules whose text does not depend on drafts. The drafter `prediction` copies it.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from outpace.core.cache_salt import PerSalt
+from outpace.core.types import Request
 
 BLOCK = 16  # tokens
+_TEXTS = 256  # for each reuse key
+_TOKENS = 131_072  # in all texts of a reuse key together
+
+Way = tuple[Any, ...]
 
 
 class HashedTokens:
@@ -95,3 +108,48 @@ class PrefixIndex(Generic[H]):
         hashes = text.hashes(most)
         count = bisect_left(hashes, True, key=lambda block: block not in self._by_block)
         return list(self._by_block[hashes[count - 1]]) if count else []
+
+
+class _CachedText(NamedTuple):
+    """A text, four bytes for each token, and how its tokens were picked."""
+
+    way: Way
+    text: bytes
+
+
+class AnswerCache:
+    """The latest finished texts, separately for each reuse key, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._kept: PerSalt[list[_CachedText]] = PerSalt(list)
+
+    def find(self, request: Request) -> tuple[int, ...]:
+        """Return what followed this prompt in the latest text that begins with it and was picked in the same way."""
+        if not request.rule.traits.same_text:
+            return ()
+        prompt, way = _packed(request.prompt), _way(request)
+        for kept in reversed(self._kept.of(request.cache_salt)):
+            if len(kept.text) > len(prompt) and kept.way == way and kept.text.startswith(prompt):
+                return tuple(array("i", kept.text[len(prompt) :]))
+        return ()
+
+    def store(self, request: Request, tokens: Sequence[int]) -> None:
+        """Store a text, prompt and answer, in place of its prefixes; drop the oldest texts beyond the limits."""
+        if not (request.rule.traits.same_text and len(request.prompt) < len(tokens) <= _TOKENS):
+            return
+        kept, new = self._kept.of(request.cache_salt), _CachedText(_way(request), _packed(tokens))
+        kept[:] = [one for one in kept if one.way != new.way or not new.text.startswith(one.text)]
+        kept.append(new)
+        held = sum(len(one.text) for one in kept)
+        while len(kept) > _TEXTS or held > _TOKENS * len(_packed([0])):
+            held -= len(kept.pop(0).text)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def _way(request: Request) -> Way:
+    """Return how tokens are picked as far as it changes a text; if greedy, neither seed nor filters do."""
+    noise = (request.sampling, request.seed, request.choice)
+    return (type(request.rule), request.adjustments, *(() if request.sampling.is_greedy else noise))
