@@ -147,7 +147,7 @@ def test_every_option_has_a_sentence_that_the_page_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [(option, name) for option, values in registry.REMOVED.items() for name in values]
+    ("option", "name"), [(option, name) for option, values in registry.FIXED_OPTIONS.items() for name in values]
 )
 def test_a_removed_option_is_named_with_its_value(option: str, name: str) -> None:
     assert option not in {

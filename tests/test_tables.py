@@ -131,12 +131,9 @@ def test_a_round_proposes_at_most_the_offered_number(name: str, offered: int, mo
     chance, vocab = random.Random(3), 16
     texts = [[chance.randrange(4) for _ in range(300)] for _ in range(3)]
     module = OFFERED[name]
-    if name == "recycle":
-        options = module.Options(offered=offered, least_chance=0.0, branches=4)
-    else:
-        monkeypatch.setattr(module, "_OFFERED", offered)
-        monkeypatch.setattr(module, "_MIN_CHANCE", 0.0)
-        options = module.Options(branches=4)
+    monkeypatch.setattr(module, "_OFFERED", offered)
+    monkeypatch.setattr(module, "_MIN_CHANCE", 0.0)
+    options = module.Options(branches=4)
     if name == "retrieval":
         drafter = retrieval.RetrievalDrafter(options, retrieval.Datastore(retrieval.make(texts, vocab, options)))
     else:

@@ -43,7 +43,7 @@ REMOVED_NAMES = {  # for one release: what to do instead
 _DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
 
 # Options that became constants, with their values by method. For one release, so that those who set one learn of it.
-REMOVED: dict[str, dict[str, str]] = {
+FIXED_OPTIONS: dict[str, dict[str, str]] = {
     "acceptance_target": {"layer_skip": "0.9"},
     "ahead": {"prediction": "32"},
     "confidence_step": {"layer_skip": "0.01"},
@@ -221,7 +221,7 @@ def check_known(modules: Mapping[str, Any], values: Mapping[str, Any], unnamed: 
 def check_kept(name: str, methods: Iterable[str] | None = None) -> None:
     """Raise UserError for an option that was removed from these methods (None: from all that had it), with the value
     that it has now."""
-    values = REMOVED.get(name, {})
+    values = FIXED_OPTIONS.get(name, {})
     chosen = values.keys() if methods is None else values.keys() & set(methods)
     if chosen and (methods is not None or not owners(name)):
         fixed = " and ".join(f"{values[method]} for {method}" for method in sorted(chosen))
