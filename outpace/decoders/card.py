@@ -49,8 +49,7 @@ class Card(Decoder):
             0,
             0,
             256,
-            help="ablation: draft forwards in each target pass, after which each side waits for the other, as in"
-            " the authors' code; 0: the drafter never waits",
+            help="ablation: draft forwards in each pass, after which both sides wait for each other; 0: none waits",
         )
 
     @classmethod

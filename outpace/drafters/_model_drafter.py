@@ -23,10 +23,7 @@ class ModelOptions(ChildOptions):
     width: int = whole(4, 1, 512, help="nodes that a forward expands in each tree, and children of each")
     floor: float = number(0.005, 0.0, 1.0, help="lowest estimated probability of a node that is expanded")
     draft_window: int | None = whole(
-        None,
-        0,
-        help="trailing tokens that the draft model reads when drafting begins; 0: all; the default is that in its"
-        " config.json",
+        None, 0, help="trailing tokens that a draft model reads at first; 0: all; the default is in its config.json"
     )
 
 

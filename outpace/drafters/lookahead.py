@@ -32,11 +32,7 @@ class Options(MethodOptions):
     window: int = whole(7, 1, 256, help="columns of the window (W)")
     ngram: int = whole(5, 2, 32, help="tokens of an n-gram (N)")
     guesses: int = whole(
-        7,
-        1,
-        256,
-        help="most n-grams proposed after a token (G); a pass needs --nodes W (N-1) + G (N-1) + 1, which pays off if"
-        " rows are nearly free",
+        7, 1, 256, help="most n-grams proposed after a token (G); a pass needs --nodes W (N-1) + G (N-1) + 1"
     )
     phrases: str = option(
         "",

@@ -27,11 +27,7 @@ class Options(ModelOptions):
     """Those of other draft models, and several steps in one graph."""
 
     steps: int | None = whole(
-        None,
-        1,
-        MAX_STEPS,
-        help="number of draft steps in one CUDA graph; the default on a GPU is the usual number per round, at most 8,"
-        " and elsewhere 1",
+        None, 1, MAX_STEPS, help="draft steps in one CUDA graph; the default on a GPU is a round's usual number, else 1"
     )
 
 

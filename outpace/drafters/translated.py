@@ -52,10 +52,7 @@ class Options(MethodOptions):
         " tokenized again for the target, for greedy requests",
     )
     width: int = whole(
-        4,
-        1,
-        64,
-        help="with tokens, the tokens proposed at each place of the chain, which continues after the likeliest",
+        4, 1, 64, help="by tokens: those proposed at each place of a chain, which continues after the likeliest"
     )
 
 

@@ -24,10 +24,7 @@ class Lenience(TopDown):
     @dataclass(frozen=True)
     class Options(MethodOptions):
         lenience: float = number(
-            0.2,
-            0.0,
-            0.999,
-            help="l, from 0, the exact ratio rule, to nearly 1, which accepts almost every drafted token",
+            0.2, 0.0, 0.999, help="l, from 0, the exact ratio rule, to nearly 1, which accepts almost every token"
         )
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:

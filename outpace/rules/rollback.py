@@ -33,10 +33,7 @@ class Rollback(Relaxed):
     @dataclass(frozen=True)
     class Options(MethodOptions):
         rollback: float = number(
-            5.0,
-            0.0,
-            1e9,
-            help="the highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5",
+            5.0, 0.0, 1e9, help="highest -log p, in nats, at which the target accepts a token; the paper uses 2 to 5"
         )
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
