@@ -23,6 +23,8 @@ import outpace
 from outpace.cli.generate import generate
 from outpace.cli.options import LOAD_FLAGS, ModelFlags
 from outpace.core.errors import UserError
+from outpace.core.options import help_of
+from outpace.engine.options import BuildOptions
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import FLOATS, LoadOptions
 from outpace.planning.profile import subject
@@ -157,6 +159,13 @@ def test_unknown_option_names_are_refused(folder: Path) -> None:
         load_model(folder, runtme="llama")
     with pytest.raises(UserError, match="runtme"):
         outpace.load(folder, runtme="llama")
+
+
+def test_every_option_of_a_user_has_a_sentence() -> None:
+    unnamed = {one.name for record in (LoadOptions, BuildOptions) for one in fields(record)}
+    assert unnamed - help_of(LoadOptions).keys() - help_of(BuildOptions).keys() == {
+        *("is_draft", "part_options", "structured_drafter")
+    }
 
 
 def test_flags_have_the_defaults_of_the_options() -> None:
