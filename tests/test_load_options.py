@@ -164,7 +164,7 @@ def test_unknown_option_names_are_refused(folder: Path) -> None:
 def test_every_option_of_a_user_has_a_sentence() -> None:
     unnamed = {one.name for record in (LoadOptions, BuildOptions) for one in fields(record)}
     assert unnamed - help_of(LoadOptions).keys() - help_of(BuildOptions).keys() == {
-        *("is_draft", "part_options", "structured_drafter")
+        *("is_draft", "target_files", "part_options", "structured_drafter")
     }
 
 
