@@ -34,6 +34,7 @@ from gpu_checks import (
     of_texts,
     random_weights,
 )
+from inflation import inflate
 
 from outpace.api.llm import LLM
 from outpace.bench.energy import EnergyMeter
@@ -61,6 +62,7 @@ SHAPES = {  # layers, hidden and intermediate size, heads, key heads and head si
     "8B": (32, 4096, 14336, 32, 8, 128),
     "32B": (64, 5120, 27648, 40, 8, 128),
 }
+QUICK_SHAPE = (32, 640, 1792, 12, 4, 64)  # to which --quick widens the target: a little more than the shipped model
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a short Python function that adds two numbers, and say what each line does.",
@@ -357,27 +359,26 @@ def shapes(bench: Bench) -> Iterator[Row]:
 
 
 def loaded(
-    bench: Bench, inflate: str | None = None, exact: bool = False, graphs: str | None = None, draft: str | None = None
+    bench: Bench, size: str | None = None, exact: bool = False, graphs: str | None = None, draft: str | None = None
 ) -> Models:
-    """Load target and drafts (`draft`, or the first of `--drafts`). The drafts need no exact mode."""
+    """Load target and drafts (`draft`, or the first of `--drafts`). The drafts need no exact mode. With `size` the
+    target is widened to that shape."""
     dtype, graphs = str(bench.dtype).removeprefix("torch."), graphs or ("cuda" if bench.is_cuda else "eager")
     given: dict[str, Any] = {"device": bench.device, "dtype": dtype, "graphs": graphs}
-    target = load_model(bench.args.model, inflate=inflate, exact=exact, **given)
+    target = load_model(bench.args.model, exact=exact, **given)
     spec = draft or bench.args.drafts[0]
-    spec = shipped_draft(load_name(target.name)) or "layers:0" if spec == SHIPPED else spec
+    spec = shipped_draft(target.name) or "layers:0" if spec == SHIPPED else spec
     on_cpu = {"device": "cpu", "dtype": "auto", "graphs": "auto", "exact": None}
-    return Models(target, *(load_draft(spec, target, **where) for where in (given, on_cpu)))
+    drafts = [load_draft(spec, target, **where) for where in (given, on_cpu)]
+    if size:
+        target = inflate(target, size, QUICK_SHAPE if bench.args.quick else SHAPES[size])
+    return Models(target, *drafts)
 
 
-def load_name(name: str) -> str:
-    """Strip the note on a raised cost from a model name."""
-    return name.split(" (cost")[0]
-
-
-def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
+def answers(bench: Bench, size: str | None = None) -> Iterator[Row]:
     """Measure tokens/s of each method with each draft, with predictions from separately timed passes."""
     for number, draft in enumerate(bench.args.drafts):
-        models, about = loaded(bench, inflate, draft=draft), {"inflate": inflate, "draft": Path(draft).name}
+        models, about = loaded(bench, size, draft=draft), {"inflate": size, "draft": Path(draft).name}
         context = min(256, models.target.model.max_positions // 2)
         parts = list(passes(bench, models.target.model, "target", [(1, 1, context), (1, 16, context)]))
         parts += passes(bench, models.draft.model, "draft", [(1, 1, context)])
@@ -385,7 +386,7 @@ def answers(bench: Bench, inflate: str | None = None) -> Iterator[Row]:
         parts.append({"model": "draft on the CPU", "context": context, "ms": 1e3 * seconds})
         yield from (about | row for row in parts)
         measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=False))
-        batches = [1] if number or inflate == "32B" else bench.args.batches
+        batches = [1] if number or size == "32B" else bench.args.batches
         for batch in batches:
             yield from method_speeds(bench, models, measured, about, batch)
         if bench.is_cuda:

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 
 WARM = Sampling(0.8)
-FACTS: dict[str, Any] = {"target": "t", "draft": None, "inflate": None, "processor": "p", "commit": "c"}
+FACTS: dict[str, Any] = {"target": "t", "draft": None, "processor": "p", "commit": "c"}
 SETTINGS_MADE = {"target": "t", "max_tokens": 8}
 
 

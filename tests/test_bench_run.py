@@ -29,7 +29,6 @@ from outpace.bench.method_runner import MethodRunner
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
-from outpace.models.options import SHAPES, Shape
 from outpace.simulate import trace
 
 Run = Callable[..., tuple[int, str, str]]
@@ -241,8 +240,6 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--method", "card"), "write --methods card"),
         (("--peers", "vllm"), "unknown peer 'vllm'"),
         (("--peers", "right", "--temperature", "1"), "peers are measured greedily only"),
-        (("--peers", "right", "--inflate", "8B"), "peers cannot run an inflated target"),
-        (("--inflate", "2B"), "unknown inflate '2B', allowed are 1B, 3B, 8B, 32B, 70B; the nearest are 1B and 3B"),
         (("--batch", "1,x"), "--batch is '1,x'"),
         (("--batch", "4"), "batch is 4, there are 3 prompts in all"),
         (("--prompts", "0"), "prompts is 0"),
@@ -321,19 +318,6 @@ def test_a_bench_without_one_finished_answer_fails(run: Run, monkeypatch: pytest
     assert code == 2
     assert by_label(out)["speculative"]["failed"] == 3, "the line of JSON is there all the same"
     assert "error: no answer was finished, the first one failed with RuntimeError: out of paper" in err
-
-
-def test_an_inflated_target_is_labelled_everywhere(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "8B", Shape(256, 256, 4, 256, 128))
-    _, plain, _ = run("--methods", "speculative")
-    wide = ("--methods", "speculative", "--inflate", "8B", "--out", tmp_path / "out")
-    code, out, _ = run(*wide, "--plot", tmp_path / "p.svg")
-    assert code == 0
-    assert "INFLATED to 8B" in run(*wide, is_table=True)[1]
-    assert {row["inflate"] for row in last_line(out)["rows"]} == {"8B"}
-    assert "INFLATED" in (tmp_path / "p.svg").read_text()
-    assert last_line(out)["weight_bytes"] > last_line(plain)["weight_bytes"]
-    assert by_label(out)["speculative"]["tokens"] == by_label(plain)["speculative"]["tokens"]
 
 
 def test_a_method_may_have_a_prediction(run: Run, tmp_path: Path) -> None:

@@ -137,19 +137,6 @@ def test_passes_are_captured_again_after_the_pool_moved(folder: Path) -> None:
     torch.testing.assert_close(again, first, atol=2e-4, rtol=2e-4)
 
 
-@two_devices
-def test_a_target_split_over_two_devices_writes_plain_decodings_text(folder: Path) -> None:
-    pytest.importorskip("accelerate")
-    import test_split
-
-    given = {"method": "speculative", "drafter": "ngram", "dtype": "float32"}
-    group = test_split.Group((folder, folder), given, is_cuda=True)
-    assert group.line() == "loaded"
-    plain, ours, sampled_plain, sampled = group.line()
-    assert (ours, sampled) == (plain, sampled_plain)
-    assert [status for status, *_ in group.ends()] == [0, 0]
-
-
 def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path: Path) -> None:
     """Its own tokens lie there, and so do the steps that a checkpoint hands to the optimizer; it is timed there too."""
     from distill_files import settings, silent, target_folder

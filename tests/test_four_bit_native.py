@@ -21,7 +21,6 @@ from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_model
-from outpace.models.options import SHAPES, Shape
 
 ROUNDED = "rounded to int8, for the kernels do not take them so: "
 
@@ -84,11 +83,3 @@ def test_what_does_not_fit_is_rounded_with_a_notice(
     assert (found.precision, found.notice) == (precision, ROUNDED + slow)
     one, other = (load_model(place, dtype="int8").model for place in (folder, plain))
     assert torch.equal(fresh(one, text(one, 9)), fresh(other, text(one, 9)))
-
-
-def test_inflation_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "8B", Shape(1024, 1024, 4, 1024, 512))
-    one, four = (load_model(folders(tmp_path / str(size), "awq", 64)[0], dtype="file", inflate=size).model
-                 for size in (None, "8B"))  # fmt: skip
-    assert four.num_layers > one.num_layers
-    assert torch.equal(fresh(one, text(one, 9)), fresh(four, text(one, 9)))

@@ -94,3 +94,19 @@ def test_exact_mode_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, mista
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
     assert len(rows) == 6
     assert all(row["passed"] for row in rows) is (mistake is None)
+
+
+@pytest.mark.parametrize("size", ["8B", pytest.param("32B", marks=pytest.mark.long)])
+def test_the_answers_of_a_widened_target_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    monkeypatch.setattr(gpu, "QUICK_SHAPE", (4, 256, 256, 16, 8, 16))
+    chosen = ("plain", "sequential, 4 steps")
+    monkeypatch.setattr(gpu, "METHODS", {name: gpu.METHODS[name] for name in chosen})
+    folder, out = str(model_folder(tmp_path)), tmp_path / "gpu.jsonl"
+    given = ["--device", "cpu", "--quick", "--parts", f"answers, {size}", "--model", folder, "--out", str(out)]
+    assert gpu.main([*given, "--tokens", "6", "--rounds", "1", "--repeats", "1", "--batches", "1"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])[f"answers, {size}"]
+    assert not [row for row in rows if "error" in row]
+    assert {row["inflate"] for row in rows} == {size}
+    assert {row["method"]: row["differing"] for row in rows if "times_plain" in row} == dict.fromkeys(chosen, 0)

@@ -120,7 +120,6 @@ def test_what_needs_torch_names_the_extra(pair: tuple[str, str]) -> None:
         f"{generate}|--draft|{pair[1]}|--draft-device|cuda": "device cuda",
         f"{generate}|--dtype|bfloat16": "dtype bfloat16",
         f"{generate}|--runtime|llama": "the runtime llama",
-        f"{generate}|--tp-plan|auto": "tp_plan",
         f"{generate}|--pp-plan|auto": "pp_plan",
         f"{generate}|--graphs|eager": "the runtime llama",
         f"{generate}|--runtime|transformers": "the runtime transformers",

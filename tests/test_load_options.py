@@ -110,7 +110,7 @@ def test_options_as_a_record_or_by_name(folder: Path) -> None:
 
 
 def test_the_load_options_of_a_draft() -> None:
-    target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True, inflate="8B")
+    target = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
     expected = LoadOptions(device="cuda:1", dtype="int8", exact=False, trust_remote_code=True)
     assert target.of_draft() == LoadOptions(**vars(target) | {"device_map": "auto"}).of_draft() == expected
     assert replace(target, draft_device="cpu", draft_dtype="float32").of_draft() == LoadOptions(
@@ -125,11 +125,11 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
         def __fspath__(self) -> str:
             return str(folder)
 
-    given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), inflate=np.str_("8B"))
-    expected = LoadOptions("cpu", "float32", True, "llama", inflate="8B")
+    given = LoadOptions(torch.device("cpu"), torch.float32, np.bool_(True), np.str_("llama"), layers=np.str_("0"))
+    expected = LoadOptions("cpu", "float32", True, "llama", layers="0")
     assert given == expected
     assert [type(value) for value in vars(given).values()] == [type(value) for value in vars(expected).values()]
-    loaded = load_model(Named(), given, inflate=None)
+    loaded = load_model(Named(), given, layers=None)
     assert (loaded.precision, loaded.name) == ("float32", str(folder))
     draft = load_draft(Named(), loaded, dtype=torch.bfloat16, exact=torch.tensor(False))
     assert (draft.precision, draft.model.exact) == ("bfloat16", False)
@@ -143,8 +143,7 @@ def test_values_of_other_libraries_are_accepted(folder: Path) -> None:
         ({"dtype": 3}, "unknown dtype '3'"),
         ({"exact": "yes"}, "exact is 'yes', it must be True, False or None"),
         ({"trust_remote_code": "no"}, "trust_remote_code is 'no', it must be True or False"),
-        ({"inflate": np.array([1, 2])}, r"unknown inflate '\[1, 2\]', allowed are 1B, 3B, 8B, 32B, 70B"),
-        ({"inflate": 8}, "unknown inflate '8', allowed are 1B, 3B, 8B, 32B, 70B"),
+        ({"graphs": np.array([1, 2])}, r"unknown graphs '\[1, 2\]', allowed are auto, cuda, eager, off"),
     ],
     ids=str,
 )

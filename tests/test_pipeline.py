@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +30,6 @@ from files import model_folder, weights, write_gguf
 from heads import write_head
 from judges import random_judge
 from passes import branch, random_parents
-from test_split import Group
 
 import outpace
 from outpace.cli.main import _run
@@ -36,9 +40,30 @@ from outpace.models.base import Model, Part
 from outpace.models.distributed import pipeline, processes
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, RowChannel, build_stage, facts_of
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
+from outpace.models.distributed.processes import Leader
 from outpace.models.load import load_draft, load_model
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
+
+SCRIPT = """
+import json, os, sys, time
+import outpace
+
+folder, options = sys.argv[1], json.loads(sys.argv[2])
+draft = options.pop("draft", None)
+prompts = ["the cat sat on the cat sat on the", "a b a b"]
+with outpace.load(folder, draft, profile=False, **options) as llm:
+    print(json.dumps("loaded"), flush=True)
+    texts = []
+    for temperature in (0.0, 0.9):
+        for plain in (True, False):
+            found = llm.generate(prompts, plain=plain, max_tokens=24, temperature=temperature, seed=5)
+            texts.append([result.tokens for result in found])
+    print(json.dumps(texts), flush=True)
+    while os.environ.get("GO_ON"):
+        llm.generate(prompts, max_tokens=64, ignore_eos=True)
+"""
+
 
 CHANGES = {"num_hidden_layers": 5}
 PROMPTS = ["the cat sat on the cat sat on the", "a b a b", "the cat", "b a", "cat cat", "on", "sat a b", "a the b"]
@@ -323,10 +348,12 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"pp_plan splits .* this one runs alone"):
         load_model(missing, pp_plan="auto")
     monkeypatch.setattr(devices, "num_processes", lambda: 2)
+    monkeypatch.setattr(devices, "check_device", lambda device: None)
+    monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 1)
     for more, said in [
-        ({"tp_plan": "auto"}, "tp_plan and pp_plan both split"),
         ({"runtime": "transformers"}, "for the runtimes native and llama, not for transformers"),
         ({"device_map": "auto"}, "both say where"),
+        ({"device": "cuda"}, "2 were started here, and 1 are present"),
         ({"graphs": "eager"}, "graphs eager does not go with pp_plan"),
     ]:
         with pytest.raises(UserError, match=said):
@@ -352,6 +379,26 @@ def test_a_process_splits_one_model_only(monkeypatch: pytest.MonkeyPatch) -> Non
         lead.end()
     finally:
         processes.leave_processes()
+
+
+def test_a_connection_from_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Queue[Any] = Queue()
+    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda found, src: told.put(found[0]))
+    monkeypatch.setattr(processes.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(processes, "_LEADS", threading.Event())
+    found: list[Leader] = []
+    thread = threading.Thread(target=lambda: found.append(processes.connect_followers()), daemon=True)
+    thread.start()
+    address, secret = told.get(timeout=60)
+    socket.create_connection(address).close()
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    link = processes._connection(socket.create_connection(address))
+    link.send_bytes(secret + b"1")
+    thread.join(60)
+    assert len(found) == 1
+    found[0].end()
+    assert pickle.loads(link.recv_bytes()) == [(processes.END, ())]
 
 
 @pytest.mark.parametrize(("rank", "absent"), [(0, "another rank"), (1, "rank 0 at 127.0.0.1")])
@@ -381,6 +428,40 @@ def test_a_lost_rank_ends_a_command_with_status_1(monkeypatch: pytest.MonkeyPatc
     assert "error: rank 2 of the split model" in capsys.readouterr().err
 
 
+class Group:
+    """Processes that find one another, without a launcher that would end the others when one has ended."""
+
+    def __init__(self, folders: tuple[Any, ...], options: dict[str, Any], **environment: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.port = server.getsockname()[1]
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)} | environment
+        shared |= {"WORLD_SIZE": str(len(folders)), "CUDA_VISIBLE_DEVICES": ""}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(where), json.dumps(options)],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, where in enumerate(folders)
+        ]
+
+    def line(self) -> Any:
+        """Return the next line that rank 0 prints."""
+        out = self.ranks[0].stdout
+        assert out is not None
+        line = out.readline()
+        if not line:
+            pytest.fail(f"rank 0 has ended and said nothing more: {self.ends()}")
+        return json.loads(line)
+
+    def ends(self) -> list[tuple[int, str, str]]:
+        """Return each rank's status, output and errors once both have ended."""
+        found = [rank.communicate(timeout=500) for rank in self.ranks]
+        return [(rank.returncode, *texts) for rank, texts in zip(self.ranks, found, strict=True)]
+
+
 @pytest.mark.parametrize(
     ("count", "options"),
     [
@@ -401,8 +482,7 @@ def test_processes_write_what_one_process_writes(folder: Path, count: int, optio
     assert [list(result.tokens) for result in found] == plain
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kill", range(20))
+@pytest.mark.parametrize("kill", [0, 1, *(pytest.param(kill, marks=pytest.mark.long) for kill in range(2, 20))])
 def test_a_killed_rank_ends_all_others(folder: Path, kill: int) -> None:
     """Prints the seconds until each rank has ended: rank 0 should need less than two."""
     group, rng, dying = Group((folder,) * 3, {"pp_plan": "2,1,2"}, GO_ON="1"), random.Random(kill), kill % 3
@@ -431,6 +511,17 @@ def started_with(port: int) -> list[str]:
         with suppress(OSError):
             left += [str(file)] if f"MASTER_PORT={port}\0".encode() in file.read_bytes() else []
     return left
+
+
+def test_an_error_in_one_is_told_by_all(folder: Path, tmp_path: Path) -> None:
+    """No process waits for one that could not load."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes() if file.suffix != ".safetensors" else b"nothing")
+    first, second = Group((folder, broken), {"pp_plan": "auto"}).ends()
+    assert (first[0], second[0]) == (1, 1), (first[2], second[2])
+    assert "rank 1 of the split model could not load it" in first[2]
 
 
 @pytest.mark.long

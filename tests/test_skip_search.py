@@ -107,12 +107,9 @@ def test_wrong_arguments_are_refused(corpus: Path, words: tuple[str, ...], messa
 
 def test_a_target_without_sublayers_to_skip_is_refused(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(target, model=of_layers(target.model, [0, 1]))
-    inflated = replace(target, model=target.model.skip_sublayers((), ()))
-    inflated.model.inflate = "8B"
     monkeypatch.setattr("outpace.core.errors.find_spec", lambda name: None)
     for loaded, message in (
         (small, "the target has 2 layers"),
-        (inflated, "an inflated target has layers that change nothing"),
         (target, re.escape(f"needs the extra search: `{install_command('search')}`")),
     ):
         with pytest.raises(UserError, match=message):

@@ -64,10 +64,9 @@ def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None
 
 
 def _title(facts: Mapping[str, Any]) -> str:
-    inflated = f", INFLATED to {facts['inflate']}" if facts.get("inflate") else ""
     draft = f", draft {'/'.join(Path(facts['draft']).parts[-2:])}" if facts.get("draft") else ""
     where = f"{facts['processor']}, threads {facts['threads']}, commit {facts['commit'] or 'unknown'}"
-    return f"{Path(str(facts['target'])).name}{inflated}{draft}\n{where}"
+    return f"{Path(str(facts['target'])).name}{draft}\n{where}"
 
 
 def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colors: Mapping[str, str]) -> None:

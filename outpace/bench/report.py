@@ -59,7 +59,7 @@ def about(llm: LLM, command: str, device: str) -> dict[str, Any]:
     The bound, on a CPU only, is the bytes of weights divided by the measured memory bandwidth.
     """
     size = llm.target.model.weight_bytes
-    facts = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None, "inflate": llm.target.inflate}
+    facts = {"target": llm.target.name, "draft": llm.draft.name if llm.draft else None}
     facts |= {"command": command, **machine.describe(device), "weight_bytes": size}
     if size is None or device != "cpu":
         return facts | {"gigabytes_per_second": None, "floor_seconds": None}
@@ -125,9 +125,6 @@ def _columns_in_use(columns: Columns, rows: Sequence[TableRow]) -> Columns:
 def _title(facts: Mapping[str, Any]) -> Text:
     text = Text(f"{facts['target']}", style="bold")
     text.append(f", draft {facts['draft']}" if facts.get("draft") else "", style="bold")
-    if facts.get("inflate"):
-        text.append(f"\nINFLATED to {facts['inflate']}: ", style="bold magenta")
-        text.append("the text is the target's, the cost of a pass that of a larger model", style="magenta")
     return text
 
 
@@ -274,7 +271,7 @@ def _footer(facts: Mapping[str, Any]) -> Text:
 
 def plain_rows(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows for JSON, each with the models, the processor and the commit."""
-    known = {name: facts.get(name) for name in ("target", "draft", "inflate", "processor", "commit")}
+    known = {name: facts.get(name) for name in ("target", "draft", "processor", "commit")}
     return [_rounded(asdict(row)) | known for row in rows]
 
 
@@ -293,7 +290,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 Row = Mapping[str, Any]
-CONDITIONS = ("target", "draft", "inflate", "processor", "commit", "precision")
+CONDITIONS = ("target", "draft", "processor", "commit", "precision")
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:

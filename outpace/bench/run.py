@@ -38,8 +38,7 @@ Progress = Callable[[str, int, int], None]
 class BenchOptions(CheckedOptions):
     """What a bench measures: `prompts` per task, `turns` per conversation, `rounds` repetitions, and batch sizes.
 
-    Batch size 1 is always measured. `inflate` and `target` only record how the target was loaded and what the user
-    named (None: the shipped model).
+    Batch size 1 is always measured. `target` only records what the user named (None: the shipped model).
     """
 
     tasks: tuple[str, ...] = (BUILT_IN,)
@@ -49,7 +48,6 @@ class BenchOptions(CheckedOptions):
     turns: int = whole(1, 1, 1000)
     rounds: int = whole(1, 1, 1000)
     batch: tuple[int, ...] = (1,)
-    inflate: str | None = None
     target: str | None = None
     sampling_params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=128))
 
@@ -59,8 +57,6 @@ class BenchOptions(CheckedOptions):
             check_whole("batch", count, 1, 1024)
         if self.peers and not self.sampling_params.sampling.is_greedy:
             raise UserError("peers are measured greedily only, leave out --temperature or --peers")
-        if self.peers and self.inflate:
-            raise UserError("peers cannot run an inflated target, leave out --peers or --inflate")
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
@@ -70,7 +66,7 @@ class BenchOptions(CheckedOptions):
         """Return the settings that must agree for a bench to continue in an existing folder."""
         params = {name: asdict(self.sampling_params)[name] for name in ("max_tokens", "temperature", "seed")}
         draft = llm.draft.name if llm.draft else None
-        setup = {"precision": llm.target.precision, "inflate": self.inflate, "threads": num_threads()}
+        setup = {"precision": llm.target.precision, "threads": num_threads()}
         return {"target": llm.target.name, "draft": draft, **setup, **params}
 
 

@@ -86,14 +86,10 @@ def calibration_texts(corpus: Sequence[Path]) -> list[str]:
 def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progress: Progress) -> SearchResult:
     """Find the set with the highest predicted speedup on the calibration texts.
 
-    UserError for a target whose sublayers cannot be skipped, for an inflated one, and without optuna.
+    UserError for a target whose sublayers cannot be skipped, and without optuna.
     """
     model: Model = target.model
     check_target(model)
-    if model.inflate:
-        raise UserError(
-            "an inflated target has layers that change nothing, so a search for sublayers to skip is meaningless"
-        )
     searchable_layers(model.num_layers)
     require("the search for sublayers", "search", "optuna")
     prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts[: options.prompts]]

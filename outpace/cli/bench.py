@@ -22,7 +22,6 @@ from outpace.cli.options import JSON, BasicSamplingFlags, ModelFlags
 from outpace.cli.process import INTERRUPTED, sigterm_as_interrupt
 from outpace.core.errors import UserError, without_keys
 from outpace.engine.options import BuildOptions
-from outpace.models.options import LoadOptions
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -60,9 +59,6 @@ class BenchFlags:
     )
     rounds: int = flag(1, "Number of repetitions of all measurements.")
     batch: str = flag("1", "Numbers of concurrent requests, as in 1,2,8,16; not for peers.")
-    inflate: str | None = flag(
-        None, "Widen the target to the cost of a model of 1B, 3B, 8B, 32B or 70B; its text stays up to rounding."
-    )
     memory: bool = flag(False, "Also load each method in a process of its own and report its peak memory.")
     run_tests: bool = flag(
         False, "Score programs that the models write by running their tests, each in a sandbox (needs bubblewrap)."
@@ -109,7 +105,7 @@ def bench(
     check_plot("--plot", results.plot)
     options = _options(model, measured, sampling)
     loading = replace(model, build=replace(model.build, nodes=None, rule="auto", worker=None, draft_threads=None))
-    with sigterm_as_interrupt(), loading.open({"inflate": options.inflate, "profile": False}) as llm:
+    with sigterm_as_interrupt(), loading.open({"profile": False}) as llm:
         if results.trace is not None:
             _trace(llm, options, results.trace, results.as_json)
         elif not _measure(llm, options, results, model.options.device, measured):
@@ -129,7 +125,6 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
         raise UserError(f"--method is {build.method!r}, a bench takes several: write --methods {build.method}")
     if build.is_on_ray:
         raise UserError(f"--worker is {build.worker!r}, a bench takes the address of a draft worker: grpc://HOST:PORT")
-    LoadOptions(inflate=measured.inflate)  # checks it
     if measured.run_tests:
         check_sandbox()
     params = SamplingParams(**asdict(sampling))
@@ -148,7 +143,6 @@ def _options(model: ModelFlags, measured: BenchFlags, sampling: BasicSamplingFla
         turns=measured.turns,
         rounds=measured.rounds,
         batch=tuple(numbers(measured.batch, int, says)),
-        inflate=measured.inflate,
         target=model.target,
         sampling_params=params,
     )

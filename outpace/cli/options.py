@@ -137,7 +137,7 @@ DRAFT = (
     " the shipped draft for the shipped model, else none. May be repeated: each round uses the best."
 )
 # The fields of LoadOptions and BuildOptions that are flags of the commands that load a pair.
-TARGET_FLAGS = ("device", "dtype", "exact", "runtime", "kv_dtype", "graphs", "tp_plan", "pp_plan", "trust_remote_code")
+TARGET_FLAGS = ("device", "dtype", "exact", "runtime", "kv_dtype", "graphs", "pp_plan", "trust_remote_code")
 LOAD_FLAGS = (*TARGET_FLAGS, "draft_device", "draft_dtype")
 BUILD_FLAGS = ("method", "drafter", "rule", "worker", "draft_threads", "nodes", "kv_memory", "reuse")
 SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
@@ -250,7 +250,6 @@ class ModelFlags:
 
 
 DRAFT_FLAGS = ("target", "draft", "drafter", "threads")  # flags that concern the draft for a target elsewhere
-TARGET_OPTIONS = ("tp_plan", "pp_plan")  # the fields of LoadOptions that concern the target alone
 
 
 def open_any(
@@ -276,7 +275,7 @@ def _open_remote_target(model: ModelFlags, extra: Mapping[str, Any], quiet: bool
     from outpace.cluster.draft_model import build_card_drafter, load_own_draft
     from outpace.cluster.remote_target import RemoteTarget
 
-    of_draft = [one.name for one in fields(model.options) if one.name not in TARGET_OPTIONS]
+    of_draft = [one.name for one in fields(model.options) if one.name != "pp_plan"]  # which concerns the target alone
     for name in model.given():
         if name not in (*DRAFT_FLAGS, *of_draft):
             raise UserError(f"leave out --{name.replace('_', '-')}: the server at {model.target} sets it")

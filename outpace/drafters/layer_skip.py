@@ -371,19 +371,13 @@ class LayerSkipDrafter(Drafter):
 
 
 def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
-    """Build the drafter; UserError for a target that cannot skip sublayers or is inflated, and for layers that do not
-    fit it."""
+    """Build the drafter; UserError for a target that cannot skip sublayers, and for layers that do not fit it."""
     target = given.target
     if target is None:
         raise UserError(
             "drafter layer_skip drafts on the target's own session, a worker has none: use method auto or speculative"
         )
     check_target(target)
-    if target.inflate:
-        raise UserError(
-            "drafter layer_skip does not draft for an inflated target: its added layers change nothing, so a draft"
-            " without them would be right at no cost, and its speed would say nothing of any real model"
-        )
     sublayers = options.named()
     if sublayers is not None:
         sublayers.check(target.num_layers)

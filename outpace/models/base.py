@@ -226,7 +226,6 @@ class Model(SupportsMultiStep):
     mask_token: int | None = None  # token that marks a position to predict, in models trained to draft in parallel
     steering: Any = None  # of a draft: biases its MLPs by the target's hidden states, see models/heads/steering.py
     capabilities: frozenset[Capability] = frozenset()
-    inflate: str | None = None  # size of the model whose costs a pass has, as in 8B; None: its own
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
     stage: range | None = None  # the layers of a pipeline's stage, by their numbers in the whole model
     is_pipeline = False  # whether other ranks hold some of the layers

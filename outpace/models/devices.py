@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from typing import Any
@@ -11,7 +10,7 @@ from outpace.core.errors import UserError, require
 from outpace.core.lazy import torch
 from outpace.core.machine import free_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.weight_sources import FLOATS, source_of
+from outpace.models.llama.weight_sources import FLOATS
 from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
@@ -34,8 +33,8 @@ def check_device(device: str) -> None:
 def check_options(options: LoadOptions) -> None:
     """Raise UserError if the device does not exist or does not support the options."""
     check_device(options.device)
-    if options.tp_plan is not None or options.pp_plan is not None:
-        check_split(options)
+    if options.pp_plan is not None:
+        check_pipeline(options)
     if options.graphs == CUDA and not options.is_on_cuda:
         raise UserError(f"graphs cuda needs a device of CUDA, not {options.device}: say graphs eager, off or {AUTO}")
     if not options.is_on_cuda:
@@ -50,28 +49,21 @@ def check_options(options: LoadOptions) -> None:
         raise UserError("exact mode on CUDA needs graphs: leave out exact, or graphs off")
 
 
-def check_split(options: LoadOptions) -> None:
-    """Raise UserError if a model cannot be split over processes as `tp_plan` or `pp_plan` says."""
-    if options.tp_plan is not None and options.pp_plan is not None:
-        raise UserError("tp_plan and pp_plan both split the target: leave out one of them")
-    plan = "pp_plan" if options.tp_plan is None else "tp_plan"
-    require(plan, "torch")
+def check_pipeline(options: LoadOptions) -> None:
+    """Raise UserError if a model cannot be split over processes by `pp_plan`."""
+    require("pp_plan", "torch")
     if options.device_map is not None:
-        raise UserError(f"{plan} and device_map both say where a model's parts go: leave out one of them")
+        raise UserError("pp_plan and device_map both say where a model's parts go: leave out one of them")
     if num_processes() < 2:
         raise UserError(
-            f"{plan} splits a model over several processes, and this one runs alone: start it with"
+            "pp_plan splits a model over several processes, and this one runs alone: start it with"
             " `python -m torch.distributed.run --nproc-per-node 2 -m outpace ...`, one for each device"
         )
     here, devices = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes())), torch.cuda.device_count()
-    if devices and here > devices and (options.pp_plan is None or options.is_on_cuda):
-        raise UserError(f"{plan} wants a GPU for each process: {here} were started here, and {devices} are present")
-    if options.pp_plan is not None:
-        if options.graphs not in (AUTO, OFF):
-            raise UserError(f"graphs {options.graphs} does not go with pp_plan: leave it out")
-        return
-    if importlib.util.find_spec("accelerate") is None:
-        raise UserError("tp_plan needs `pip install accelerate`, by which transformers splits a model")
+    if devices and here > devices and options.is_on_cuda:
+        raise UserError(f"pp_plan wants a GPU for each process: {here} were started here, and {devices} are present")
+    if options.graphs not in (AUTO, OFF):
+        raise UserError(f"graphs {options.graphs} does not go with pp_plan: leave it out")
 
 
 def num_processes() -> int:
@@ -107,14 +99,13 @@ def _weight_bytes(source: Any, config: LlamaConfig, options: LoadOptions, format
     shapes, total = tensor_shapes(config), 0.0
     if formats is None:
         return sum(map(math.prod, shapes.values())) * options.torch_dtype.itemsize
-    layers = [layer % source.config["num_hidden_layers"] for layer in range(config.num_layers)]
     for name, shape in shapes.items():
-        count, of_file = math.prod(shape), source_of(name, layers)
-        kind, size = source.held(of_file)
+        count = math.prod(shape)
+        kind, size = source.held(name)
         if len(shape) < 2:
             total += 4 * count
         elif kind in formats and kind not in FLOATS and options.dtype != INT8:
-            total += size * count / math.prod(source.shape(of_file))
+            total += size * count / math.prod(source.shape(name))  # a stage of a pipeline may have no embedding
         else:
             total += count * (INT4_BYTES if options.dtype == INT4 and ".layers." in name else INT8_BYTES)
     return int(total)

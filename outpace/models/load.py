@@ -38,7 +38,7 @@ def load_model(
     if isinstance(spec, os.PathLike):
         spec = Path(spec)
     if spec is not None and not isinstance(spec, str | Path):
-        for name, default in (("inflate", None), ("layers", None), ("kv_dtype", AUTO)):
+        for name, default in (("layers", None), ("kv_dtype", AUTO)):
             if getattr(options, name) != default:
                 raise UserError(f"{name} is for models that are loaded by name, not for one that is loaded already")
         return runtimes.wrap_loaded(spec, tokenizer)
@@ -66,7 +66,7 @@ def load_draft(
     layer in its files ("mtp"), or "auto".
 
     "auto" is the MTP layer, or the small sibling that is known for the target. Layers are loaded from the target's
-    files, and are never inflated. A loaded model gets the target's tokenizer unless one is given. Without `same_tokens`
+    files. A loaded model gets the target's tokenizer unless one is given. Without `same_tokens`
     the draft may have other tokens, which its drafter translates.
     """
     if spec == "auto":
@@ -80,7 +80,7 @@ def load_draft(
     if str(spec).startswith(LAYERS):
         if target.again is None:
             raise UserError(f"{spec} needs a target that is loaded by name, {target.name} is an object of this process")
-        own = {"inflate": None, "pp_plan": None, "is_draft": True, "layers": str(spec).removeprefix(LAYERS)}
+        own = {"pp_plan": None, "is_draft": True, "layers": str(spec).removeprefix(LAYERS)}
         draft = target.again(progress=progress, **(vars(options) if options else {}) | changes | own)
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)

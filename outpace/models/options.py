@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from outpace.core.arrays import to_python
 from outpace.core.errors import UserError
@@ -23,39 +23,6 @@ CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
 NATIVE_KV = "float16"  # the native kernels' default for keys and values, as in most engines
-
-
-class Shape(NamedTuple):
-    """The shape that `inflate` widens a model to; `queries` and `keys` are the total widths of all heads."""
-
-    hidden: int
-    middle: int
-    layers: int
-    queries: int
-    keys: int
-
-
-SHAPES = {
-    "1B": Shape(1280, 3584, 54, 1280, 320),  # MobileLLM 1B
-    "3B": Shape(2048, 11008, 36, 2048, 512),  # SmolLM3 3B
-    "8B": Shape(4096, 14336, 32, 4096, 1024),  # Llama 3.1 8B
-    "32B": Shape(5120, 27648, 64, 5120, 1024),  # Qwen2.5 32B
-    "70B": Shape(8192, 28672, 80, 8192, 1024),  # Llama 3.1 70B
-}
-
-
-def _check_size(name: str, size: Any) -> None:
-    """Raise UserError for a size that `inflate` does not have; it names the two nearest."""
-    size = str(size)
-    if size in SHAPES:
-        return
-    message = f"unknown inflate {size!r}, allowed are {', '.join(SHAPES)}"
-    try:
-        wanted = float(size.upper().removesuffix("B"))
-    except ValueError:
-        raise UserError(message) from None
-    nearest = sorted(SHAPES, key=lambda name: abs(float(name.removesuffix("B")) - wanted))[:2]
-    raise UserError(f"{message}; the nearest are {' and '.join(nearest)}")
 
 
 def _check_plan(name: str, plan: Any) -> None:
@@ -95,12 +62,6 @@ class LoadOptions(CheckedOptions):
     device_map: str | Mapping[str, Any] | None = option(
         None, "Devices of the target's parts, for accelerate; by transformers.", runtimes=("transformers",)
     )
-    inflate: str | None = option(
-        None,
-        "Widen the target to the shape of a model of this size, as in 8B; the text does not change.",
-        _check_size,
-        runtimes=OWN_RUNTIMES,
-    )
     layers: str | None = option(None, "The layers to load, as in 0-24,26-29.", runtimes=OWN_RUNTIMES)
     graphs: str = one_of(
         AUTO,
@@ -115,13 +76,6 @@ class LoadOptions(CheckedOptions):
         "Keys and values: float32, float16 (half of the memory) or int8 (about a quarter), of the draft's too; auto:"
         " float16 by the native kernels, else the runtime's own.",
         runtimes=OWN_RUNTIMES,
-    )
-    tp_plan: str | None = one_of(
-        None,
-        (AUTO,),
-        "auto: split each layer of the target over the processes that torch.distributed.run started, by transformers;"
-        " only the first process writes output.",
-        runtimes=("transformers",),
     )
     pp_plan: str | None = option(
         None,
@@ -158,32 +112,25 @@ class LoadOptions(CheckedOptions):
     def of_draft(self) -> LoadOptions:
         """Return the options of this target's draft model.
 
-        A device map, a tp_plan, a pp_plan and inflation apply to the target only; so do graphs if the devices differ.
+        A device map and a pp_plan apply to the target only; so do graphs if the devices differ.
         """
         graphs = self.graphs if self.draft_device in (None, self.device) else AUTO
         own = replace(
             self, device=self.draft_device or self.device, dtype=self.draft_dtype or self.dtype, graphs=graphs
         )
-        return replace(
-            own, device_map=None, tp_plan=None, pp_plan=None, inflate=None, draft_device=None, draft_dtype=None
-        )
+        return replace(own, device_map=None, pp_plan=None, draft_device=None, draft_dtype=None)
 
     def kv_dtype_or(self, default: str) -> str:
         """Return the type of keys and values, given the runtime's default."""
         return default if self.kv_dtype == AUTO else self.kv_dtype
 
     @property
-    def is_spread(self) -> bool:
-        """Whether transformers chooses the devices."""
-        return self.device_map is not None or self.tp_plan is not None
-
-    @property
     def is_on_cuda(self) -> bool:
-        return not self.is_spread and self.device.split(":")[0] == "cuda"
+        return self.device_map is None and self.device.split(":")[0] == "cuda"
 
     @property
     def is_on_cpu(self) -> bool:
-        return not self.is_spread and self.device.split(":")[0] == "cpu"
+        return self.device_map is None and self.device.split(":")[0] == "cpu"
 
     @property
     def has_graphs(self) -> bool:
@@ -202,8 +149,9 @@ class LoadOptions(CheckedOptions):
         if name in (INT8, INT4, FILE):
             raise UserError(f"dtype {name} needs the runtime native, torch computes in {', '.join(FLOATS)}")
         if name == AUTO:
-            is_on_gpu = self.is_spread or torch.device(self.device).type == "cuda"
-            has_half = is_on_gpu and has_bfloat16(None if self.is_spread else self.device)
+            is_spread = self.device_map is not None
+            is_on_gpu = is_spread or torch.device(self.device).type == "cuda"
+            has_half = is_on_gpu and has_bfloat16(None if is_spread else self.device)
             name = "bfloat16" if has_half else "float32"
         dtype: torch.dtype = getattr(torch, name)
         return dtype

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -23,7 +22,6 @@ from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.checkpoint import UnsupportedFiles
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.inflation import SHAPES, inflated_config, inflated_source
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
 
@@ -35,18 +33,17 @@ TRANSFORMERS = (TORCH, "torch", "transformers")  # the same, and what the runtim
 class Loaded:
     """A model with its tokenizer, its name, and the fields of its config.json.
 
-    `inflate`: size of the model whose costs a pass has. `notice`: a sentence for users about the model and its loading.
-    `again` loads the same model, with the options that are changed by name, in any process, and can be pickled; `files`
-    finds the folder of its files; both are None if the model was passed as an object. `others`: for a draft model,
-    further draft models next to it. `drafter`: for a draft, the drafter that runs it. `is_head`: whether it is a
-    trained head, which reads the target's hidden states. `lead`: the `Leader` of a model that is split over processes.
+    `notice`: a sentence for users about the model and its loading. `again` loads the same model, with the options that
+    are changed by name, in any process, and can be pickled; `files` finds the folder of its files; both are None if the
+    model was passed as an object. `others`: for a draft model, further draft models next to it. `drafter`: for a draft,
+    the drafter that runs it. `is_head`: whether it is a trained head, which reads the target's hidden states. `lead`:
+    the `Leader` of a model that is split over processes.
     """
 
     model: Any
     tokenizer: Any
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    inflate: str | None = None
     notice: str | None = None
     again: Callable[..., Loaded] | None = None
     files: Callable[[], Path] | None = None
@@ -86,14 +83,13 @@ class Loaded:
         found = {"tokenizer": self.tokenizer.fingerprint[:16], "template": self.tokenizer.template_digest}
         if self.files is not None:
             found["weights"] = weights_digest(self.files())
-        inflated = f" inflated to {self.inflate}" if self.inflate else ""
-        return found | {"runtime": runtime_name(self.model) + inflated}
+        return found | {"runtime": runtime_name(self.model)}
 
 
 def open_model(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     """Load the model that `spec` names by one of the runtimes.
 
-    "auto" is our own, and transformers for models that ours does not support, for a device map and for a tp_plan.
+    "auto" is our own, and transformers for models that ours does not support and for a device map.
     """
     load = partial(_LOADERS[options.runtime], spec, options, progress)
     if options.pp_plan is None:
@@ -117,7 +113,7 @@ def wrap_loaded(module: Any, tokenizer: Any) -> Loaded:
 
 
 def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
-    if options.is_spread:
+    if options.device_map is not None:
         return _transformers(spec, options, progress)
     try:  # our runtimes run no code from the model's files, even if it is allowed
         return _own(spec, replace(options, trust_remote_code=False), progress)
@@ -232,29 +228,21 @@ def _read(
         layers = (
             parse_layers(options.layers, config.num_layers) if options.layers is not None else range(config.num_layers)
         )
-        own = config.of_layers(layers)
-        config = inflated_config(own, options.inflate) if options.inflate else own
-        layers = [layers[layer % own.num_layers] for layer in range(config.num_layers)]
+        config = config.of_layers(layers)
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
         if options.pp_plan is None:
-            _check_fit(source, own, config, options, formats)
+            check_memory(source, config, options, formats)
         else:
             build = _staged(build, source, options, formats)
 
         def fetch(name: str) -> Any:
             return weights(source_of(name, layers))
 
-        fetch_all = inflated_source(own, config, fetch, options.device) if options.inflate else fetch
-        model = build(config, fetch_all, head_ids=head_ids, progress=work_and_progress)
-    model.inflate = size = options.inflate
-    model.mask_token = mask = _mask_token(source, own)
-    name, inflation = _name(spec), None
-    if size:
-        name += f" (cost of {size})"
-        inflation = f"inflated: a pass costs as much as one of a model of {size}, the text is its own, up to rounding"
-    notices = "; ".join(filter(None, (model.notice, inflation, reason, *source.notices)))
+        model = build(config, fetch, head_ids=head_ids, progress=work_and_progress)
+    model.mask_token = mask = _mask_token(source, config)
+    notices = "; ".join(filter(None, (model.notice, reason, *source.notices)))
     drafter = "model" if mask is None else "parallel"
-    return Loaded(model, tokenizer(), name, source.config, size, notices or None, drafter=drafter)
+    return Loaded(model, tokenizer(), _name(spec), source.config, notices or None, drafter=drafter)
 
 
 def _staged(
@@ -267,7 +255,7 @@ def _staged(
     def check_fit(stage: LlamaConfig) -> None:
         check_memory(source, stage, options, formats)
 
-    shared = ("dtype", "exact", "kv_dtype", "pp_plan", "inflate", "layers")
+    shared = ("dtype", "exact", "kv_dtype", "pp_plan", "layers")
     identity: dict[str, Any] = {"outpace": version("outpace"), "arithmetic of the kernels": kernels.ARITHMETIC}
     identity |= {name: getattr(options, name) for name in shared} | {"file": weights_digest(source.path)}
     return partial(build_stage, build, str(options.pp_plan), identity, check_fit)
@@ -282,24 +270,6 @@ def _mask_token(source: Any, config: LlamaConfig) -> int | None:
     return token
 
 
-def _check_fit(
-    source: Any, own: LlamaConfig, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None
-) -> None:
-    """Raise UserError if a model does not fit into memory; for an inflated one it names the sizes that do."""
-    try:
-        check_memory(source, config, options, formats)
-    except UserError as error:
-        if options.inflate is None:
-            raise
-        smaller = []
-        for size in SHAPES:
-            with suppress(UserError):
-                _check_fit(source, own, inflated_config(own, size), replace(options, inflate=None), formats)
-                smaller.append(size)
-        fitting = f"inflate {' and '.join(smaller)} would fit" if smaller else "no size of inflate would fit"
-        raise UserError(f"{error}; {fitting}") from None
-
-
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     require("the runtime transformers", *TRANSFORMERS)
     options.check_runtime("transformers")
@@ -312,7 +282,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         check_causal_lm(read_json(source / "config.json"), source)
     model, tokenizer = transformers_load.load(source, revision, options)
-    return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice, lead=model.lead)
+    return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice)
 
 
 def _source(spec: str | Path | None, progress: Progress) -> tuple[str | Path, str | None]:

@@ -263,7 +263,6 @@ def system_fingerprint(llm: LLM, default_sampling: Mapping[str, Any] = {}) -> st
         "config": dict(target.config),
         "precision": target.precision,
         "keys and values": getattr(model, "kv_dtype", None),
-        "inflate": target.inflate,
         "runtime": f"{type(model).__module__}.{type(model).__name__}",
         "exact": bool(model.exact),
         "arithmetic": getattr(model, "arithmetic", None),

@@ -304,7 +304,7 @@ class PipelineModel(Model):
     def __init__(self, first: Any, stages: Sequence[StageFacts], lead: Leader, channel: RowChannel) -> None:
         """`stages`: those of all ranks, in order."""
         self.first, self.config, self.stages, self.lead = first, first.config, list(stages), lead
-        for name in ("vocab_size", "max_positions", "device", "dtype", "draft_window", "row_counts", "inflate"):
+        for name in ("vocab_size", "max_positions", "device", "dtype", "draft_window", "row_counts"):
             setattr(self, name, getattr(first, name))
         self.notice, self.mask_token = first.notice, first.mask_token
         self.num_layers = sum(len(stage.layers) for stage in stages)

@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize
 
@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from outpace.core.errors import LostProcess, UserError
 
-PATIENCE = 30.0  # seconds in which the other side must report the same failure
-FAILED, END = b"failed", "end"
+_PATIENCE = 30.0  # seconds in which the other ranks end
+END = "end"
 _CONNECT_SECONDS = 60.0  # in which all processes must start, and must connect after loading
 _RETRY_SECONDS = 0.2  # between two attempts to reach rank 0
 _SETTLE_SECONDS = 0.1  # in which torch's threads finish the last collective
@@ -56,7 +56,6 @@ class Leader:
         """`followers`: the connections to ranks 1, 2, ..."""
         self.on_loss: Callable[[LostProcess], None] | None = None
         self._followers = list(followers)
-        self._said: list[SimpleQueue[bytes]] = [SimpleQueue() for _ in followers]
         self._queued: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._numbers = count(1)
         self._has_ended, self._is_lost, self._loss = False, threading.Event(), ""
@@ -72,23 +71,6 @@ class Leader:
     def queue(self, name: str, *arguments: Any) -> None:
         """Queue an operation that the other ranks perform before the next forward."""
         self._queued.append((name, arguments))
-
-    @contextmanager
-    def forward(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Run a forward here and on the other ranks at the same time.
-
-        A forward that fails must fail on all ranks: otherwise their states differ, and the model is unusable.
-        """
-        self.queue(name, *arguments)
-        self.send()
-        try:
-            yield
-        except Exception as error:
-            if self._is_lost.is_set() or not all(map(self._has_failed, range(len(self._followers)))):
-                self._lose(f"a process of the split model has failed alone ({error})")
-                raise self.loss() from error
-            self.queue(FAILED.decode())
-            raise
 
     def send(self) -> None:
         """Send all queued operations to the other ranks."""
@@ -117,49 +99,35 @@ class Leader:
             self.send()
         self._has_ended = True
         self._cut()
-        self._watcher.join(PATIENCE)
+        self._watcher.join(_PATIENCE)
         for follower in self._followers:
             follower.close()
         self._followers.clear()
         _settle()
 
-    def _has_failed(self, follower: int) -> bool:
-        """Return whether this rank reports a failure."""
-        try:
-            return self._said[follower].get(timeout=PATIENCE) == FAILED
-        except Empty:
-            return False
-
     def _watch(self) -> None:
-        """Read messages from the other ranks, and notice when one ends."""
-        opened = {follower: rank for rank, follower in enumerate(self._followers, 1)}
+        """Read what the other ranks report, and notice when one ends."""
+        opened: dict[Any, int] = {follower: rank for rank, follower in enumerate(self._followers, 1)}
+        failures: dict[int, str] = {}
         while opened:
             for follower in wait(list(opened)):
-                rank = opened[follower]  # type: ignore[index]
+                rank = opened[follower]
                 try:
-                    said = follower.recv_bytes()  # type: ignore[union-attr]
+                    failures[rank] = follower.recv_bytes().decode()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    del opened[follower]  # type: ignore[arg-type]
-                    said = b""
-                    self._note_loss(rank)
-                self._said[rank - 1].put(said)
+                    del opened[follower]
+                    how = f"failed: {failures[rank]}" if rank in failures else "ended without notice"
+                    self._note_loss(f"rank {rank} of the split model has {how}")
 
-    def _note_loss(self, rank: int) -> None:
-        said = b""
-        with suppress(Empty):
-            said = self._said[rank - 1].get_nowait()
-        how = f"failed: {said.decode()}" if said not in (b"", FAILED) else "ended without notice"
-        if self._lose(f"rank {rank} of the split model has {how}") and self.on_loss is not None:
-            self.on_loss(self.loss())
-
-    def _lose(self, reason: str) -> bool:
-        """Give the model up and end all other ranks; return False if that was done before."""
+    def _note_loss(self, reason: str) -> None:
+        """Give the model up and end all other ranks, unless that was done before."""
         if self._has_ended or self._is_lost.is_set():
-            return False
+            return
         self._loss = reason
         self._is_lost.set()
         self._cut()
-        return True
+        if self.on_loss is not None:
+            self.on_loss(self.loss())
 
     def _cut(self) -> None:
         """Cut the connections, so that all other ranks notice that this one stops."""
@@ -313,53 +281,37 @@ def _connection(opened: socket.socket) -> Connection:
     return Connection(opened.detach())
 
 
-def follow(perform: Callable[..., None], leader: Connection, shared: Sequence[str] = ()) -> None:
+def follow(perform: Callable[..., None], leader: Connection) -> None:
     """Perform rank 0's operations until it ends. Interrupts are ignored, as rank 0 handles them.
 
-    `shared`: names of forwards that all ranks run alike; if one fails here, it must fail on rank 0 too. Without any, a
-    failure is reported to rank 0 and raised. Raises LostProcess if rank 0 ends unexpectedly.
+    A failure is reported to rank 0 and raised. Raises LostProcess if rank 0 ends unexpectedly.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: SimpleQueue[Message | None] = SimpleQueue()
     is_over = threading.Event()
     threading.Thread(target=_read, args=(leader, messages, is_over), name="outpace-leader", daemon=True).start()
-    failure: Exception | None = None
     try:
-        while True:
-            try:
-                message = messages.get(timeout=None if failure is None else PATIENCE)
-            except Empty:
-                assert failure is not None
-                raise failure from None
-            if message is None:
-                raise LostProcess("rank 0 of the split model has ended without notice")
+        while (message := messages.get()) is not None:
             for name, arguments in message:
-                if failure is not None and name == FAILED.decode():
-                    failure = None
-                    continue
-                if failure is not None and name in shared:
-                    raise failure
                 if name == END:
                     return
                 try:
                     perform(name, *arguments)
                 except Exception as error:
-                    if not shared:
-                        _report(leader, error)
-                        raise
-                    failure = error
-                    with suppress(OSError):  # `_read` notices that rank 0 has ended
-                        leader.send_bytes(FAILED)
+                    with suppress(OSError):
+                        leader.send_bytes(_sentence(error).encode())
+                    raise
+        raise LostProcess("rank 0 of the split model has ended without notice")
     finally:
         is_over.set()
 
 
-def follow_and_exit(perform: Callable[..., None], shared: Sequence[str] = ()) -> NoReturn:
+def follow_and_exit(perform: Callable[..., None]) -> NoReturn:
     """Follow rank 0 until it ends, then exit. After a failure, print it and exit at once with status 1, because torch's
     threads may wait long for a dead peer."""
     try:
-        follow(perform, connect_to_leader(), shared)
+        follow(perform, connect_to_leader())
     except Exception as error:
         print(f"outpace, rank {dist.get_rank()}: {_sentence(error)}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -370,11 +322,6 @@ def follow_and_exit(perform: Callable[..., None], shared: Sequence[str] = ()) ->
 def _sentence(error: Exception) -> str:
     said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return said.partition("\n")[0]
-
-
-def _report(leader: Connection, error: Exception) -> None:
-    with suppress(OSError):
-        leader.send_bytes(_sentence(error).encode())
 
 
 def _read(leader: Connection, messages: SimpleQueue[Message | None], is_over: threading.Event) -> None:

@@ -8,9 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from weakref import finalize
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
@@ -25,43 +24,15 @@ from outpace.models.text.tokenizer import Tokenizer
 
 
 def load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[TransformersModel, Tokenizer]:
-    """Load the model and tokenizer of a folder, or of a hub id's `revision`. UserError for anything that does not load.
-
-    With a `tp_plan` only rank 0 returns; the other ranks follow it until it ends, then exit.
-    """
-    if options.tp_plan is None:
-        return wrap_pair(*_load(source, revision, options))
-    from outpace.models.distributed import processes
-    from outpace.models.hf import split
-
-    rank = processes.join_processes()
-    try:
-        module, tokenizer = processes.run_everywhere(lambda: _load(source, revision, options))
-    except BaseException:
-        processes.leave_processes()
-        raise
-    if rank:
-        processes.follow_and_exit(partial(split.repeat, ForwardPasses(module), {}), split.FORWARDS)
-    lead = processes.connect_followers()
-    try:
-        model, wrapped = wrap_pair(module, tokenizer, lead)
-    except BaseException:
-        lead.end()
-        raise
-    finalize(model, lead.end)  # at the latest when the program ends
-    return model, wrapped
-
-
-def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tuple[Any, Any]:
+    """Load the model and tokenizer of a folder, or of a hub id's `revision`. UserError for anything that does not
+    load."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(f"the tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source, **common)
     given = common | {"dtype": options.torch_dtype, "output_loading_info": True, "device_map": options.device_map}
-    if options.tp_plan is not None:
-        given |= _plan(source, common)
     with _explained(str(source)), without_bars():
         module, info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **given))
-        if not options.is_spread and not getattr(module, "is_quantized", False):
+        if options.device_map is None and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would initialise them randomly
@@ -70,40 +41,22 @@ def _load(source: str | Path, revision: str | None, options: LoadOptions) -> tup
     if ignored and not is_known and getattr(module.config, "quantization_config", None):
         said = f"it would ignore {len(ignored)} tensors, the first is {ignored[0]}"
         raise UserError(f"{source} is quantised in a way that transformers does not know: {said}; {ORIGINAL}")
-    return module, tokenizer
+    return wrap_pair(module, tokenizer)
 
 
-def _plan(source: str | Path, common: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that make transformers split a model over all processes; UserError if it cannot."""
-    from outpace.models.devices import num_processes
-    from outpace.models.hf.split import check_tp_plan
-
-    with _explained(str(source)):
-        config = AutoConfig.from_pretrained(source, **common)
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    check_tp_plan(config, kind, num_processes(), source)
-    try:
-        from transformers.distributed import DistributedConfig
-    except ImportError:  # before transformers 5.10
-        return {"tp_plan": "auto"}
-    return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=num_processes())}
-
-
-def wrap_pair(module: Any, tokenizer: Any, lead: Any = None) -> tuple[TransformersModel, Tokenizer]:
+def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer]:
     """Wrap a loaded model and its tokenizer. UserError without a tokenizer, or for objects of other types."""
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer, give tokenizer=...")
     if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
         check_causal_lm(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
-    return adapt(module, lead), wrap_tokenizer(tokenizer, _stop_ids(module))
+    return adapt(module), wrap_tokenizer(tokenizer, _stop_ids(module))
 
 
-def adapt(module: Any, lead: Any = None) -> TransformersModel:
-    """Wrap a loaded model after probing what it supports. `lead` connects to the other ranks of a split model.
-
-    Raises UserError for a model without token scores, that is not causal, or that cannot remove a drafted token.
-    """
-    passes = ForwardPasses(module, lead)
+def adapt(module: Any) -> TransformersModel:
+    """Wrap a loaded model after probing what it supports. UserError for a model without token scores, that is not
+    causal, or that cannot remove a drafted token."""
+    passes = ForwardPasses(module)
     return TransformersModel(passes, probe(passes))
 
 

@@ -133,7 +133,7 @@ class TransformersModel(Model):
     capabilities = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
-        self._passes, self._token_bytes, self.lead = passes, found.token_bytes, passes.lead
+        self._passes, self._token_bytes = passes, found.token_bytes
         self.module, self.config = passes.module, passes.config
         self.device, self.dtype = passes.device, passes.dtype
         self.max_positions = passes.max_positions

@@ -8,8 +8,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +18,6 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, Session
 from outpace.models.hf.cache import SlotView, build_cache, read_layout
-
-if TYPE_CHECKING:
-    from outpace.models.distributed.processes import Leader
-
 
 # Configuration fields with the context length; transformers maps GPT-2's n_positions and others to the first.
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -60,39 +55,33 @@ def _positive(config: Any, name: str) -> int | None:
 
 
 class TransformersSession(Session):
-    """Keys and values in slots, for every layer that stores some. Growing copies layer after layer.
+    """Keys and values in slots, for every layer that stores some. Growing copies layer after layer."""
 
-    Operations on the layers are also recorded for the other ranks of a split model.
-    """
-
-    def __init__(self, capacity: int, room: int, config: Any, lead: Leader | None = None) -> None:
+    def __init__(self, capacity: int, room: int, config: Any) -> None:
         super().__init__(capacity, room)
         self.cache, self.layers = build_cache(config)
-        self._lead = lead
-        self.number = 0 if lead is None else lead.number(self)
-
-    def copy_layers(self, other: TransformersSession, length: int) -> None:
-        for mine, others in zip(self.layers, other.layers, strict=True):
-            mine.copy(others, length)
 
     @torch.inference_mode()
-    def on_layers(self, name: str, *arguments: Any) -> None:
+    def show(self, view: SlotView) -> None:
+        """Make every layer present these slots to the next forward."""
         for layer in self.layers:
-            getattr(layer, name)(*arguments)
-        if self._lead is not None:
-            self._lead.queue(name, self.number, *arguments)
+            layer.show(view)
 
+    @torch.inference_mode()
     def _resize(self, slots: int) -> None:
-        self.on_layers("resize", slots, min(slots, self.length + self.pending))
+        for layer in self.layers:
+            layer.resize(slots, min(slots, self.length + self.pending))
 
+    @torch.inference_mode()
     def _move(self, source: Sequence[int], start: int) -> None:
-        self.on_layers("move", np.array(source, dtype=np.int64), start)
+        moved = np.array(source, dtype=np.int64)
+        for layer in self.layers:
+            layer.move(moved, start)
 
     @torch.inference_mode()
     def _copy(self, other: TransformersSession, length: int) -> None:
-        self.copy_layers(other, length)
-        if self._lead is not None:
-            self._lead.queue("copy", self.number, other.number, length)
+        for mine, others in zip(self.layers, other.layers, strict=True):
+            mine.copy(others, length)
 
 
 class TreeMask(NamedTuple):
@@ -114,9 +103,8 @@ class RowLayout(NamedTuple):
 class ForwardPasses:
     """The forwards of a transformers model object, or one with its interface."""
 
-    def __init__(self, module: Any, lead: Leader | None = None) -> None:
-        """`module` is put in evaluation mode; its weights are not changed or moved. `lead` makes the other ranks of a
-        split model repeat each operation.
+    def __init__(self, module: Any) -> None:
+        """`module` is put in evaluation mode; its weights are not changed or moved.
 
         Raises UserError if it is not a loaded model or cannot remove a drafted token.
         """
@@ -126,7 +114,7 @@ class ForwardPasses:
                 f"{reprlib.repr(module)} is no model: give the name of one, a folder, a GGUF file, or what"
                 " AutoModelForCausalLM of transformers gives"
             )
-        self.module, self.lead = module.eval(), lead
+        self.module = module.eval()
         self.config = module.config.get_text_config(decoder=True)
         self.layout = read_layout(self.config)
         inner: Any = getattr(module, "get_base_model", lambda: module)()  # of adapters (PEFT)
@@ -141,7 +129,7 @@ class ForwardPasses:
 
     def open(self, capacity: int, room: int) -> TransformersSession:
         """Open a session for at most `capacity` committed tokens and `room` pending nodes."""
-        return TransformersSession(min(capacity, self.max_positions), room, self.config, self.lead)
+        return TransformersSession(min(capacity, self.max_positions), room, self.config)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:
@@ -156,7 +144,7 @@ class ForwardPasses:
 
     def plain(self, tokens: Sequence[int]) -> Tensor:
         """Score a text without any cache, the reference for all else. [tokens, vocab]"""
-        with torch.inference_mode(), self._led("plain", list(tokens)):
+        with torch.inference_mode():
             output = self.module(input_ids=self._ids(tokens), use_cache=False)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(tokens)):
@@ -219,25 +207,20 @@ class ForwardPasses:
         read = np.concatenate([above, pending])
         is_gapless = np.array_equal(read, np.arange(len(read)))
         order = None if is_gapless else np.concatenate([np.arange(start), start + read])
-        session.on_layers("show", SlotView(start + len(above), start + pending, order))
+        session.show(SlotView(start + len(above), start + pending, order))
         last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
         depths = session.pending_depths
         positions = [min(start + depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, logit_rows).tolist() if len(logit_rows) else [len(nodes) - 1]
         try:
-            with self._led("call", session.number, tokens, positions, seen, places, columns):
-                scores = self.call(session, tokens, positions, seen, places, columns)
+            scores = self._call(session, tokens, positions, seen, places, columns)
         finally:
-            session.on_layers("show", SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
+            session.show(SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
         return scores[: len(logit_rows)]
 
-    def _led(self, name: str, *arguments: Any) -> AbstractContextManager[None]:
-        """Wrap a forward so that the other ranks repeat it."""
-        return nullcontext() if self.lead is None else self.lead.forward(name, *arguments)
-
     @torch.inference_mode()
-    def call(
+    def _call(
         self,
         session: TransformersSession,
         tokens: Sequence[int],

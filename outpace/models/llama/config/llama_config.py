@@ -83,7 +83,6 @@ class LlamaConfig:
     norm_offset: float = 0.0  # added to the stored weights of all norms
     embedding_scale: float = 1.0  # factor of the input embeddings
     rotary_dim: int = 0  # number of leading entries of a head that are rotated; 0: all
-    head_norm_eps: float = 0.0  # of the heads' norms; 0: rms_norm_eps
     fused: bool = False  # whether a checkpoint fuses queries, keys and values, and gates and ups
     takes_features: bool = False  # EAGLE-3: attention reads a token's embedding and a feature, which is the residual
     norms_features: bool = True  # whether the feature has a norm in the layer

@@ -204,9 +204,8 @@ class NativeLlama(Model):
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         scale = {"scale": config.query_scale} if config.query_scale else {}
-        head_eps = config.head_norm_eps or config.rms_norm_eps
         self.heads = self.kernels.Heads(
-            config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, head_eps, **scale
+            config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
         )
         self._mlp_width = padded_mlp_width(self.kernels, config)
         self._threads = options.threads or num_cores()

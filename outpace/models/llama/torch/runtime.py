@@ -73,8 +73,7 @@ class Llama(Model):
         self._layers, self.embedding, self._head, self._head_ids = layers, embedding, head, head_ids
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
-        head_eps = config.head_norm_eps or config.rms_norm_eps
-        self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * head_eps), device=self.device)
+        self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
         self._activation = partial(F.gelu, approximate="tanh") if config.activation == GELU else F.silu
         self._windows = set(map(config.window, range(config.num_layers)))
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
