@@ -46,6 +46,7 @@ from outpace.core.theory import card_limit
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import model as model_drafter
+from outpace.drafters import multi_step
 from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.find import resolve
@@ -153,50 +154,36 @@ def bandwidth(bench: Bench) -> float:
     return buffer.nbytes / bench.seconds(buffer.sum, 10)
 
 
-LAYERS = 8  # tree layers per round
+LAYERS = 8  # single draft steps per round
 RULES: Sequence[tuple[str, Any, Sampling]] = (("greedy", Greedy(), GREEDY), ("sampled", Gumbel(), Sampling(0.8)))
 
 
 def drafter_of(model: Any, steps: int) -> Any:
-    """Build the drafter `model` with `steps` draft steps per graph."""
-    return model_drafter.build(model_drafter.Options(steps=steps, floor=0.0), given=BuildContext(draft=model))
-
-
-def trees(drafter: Any, request: Request) -> TokenTree:
-    """Draft the tree of one round."""
-    state, tree = drafter.open(request), TokenTree(request.prompt[-1])
-    for _ in range(LAYERS):
-        drafter.grow([state], [tree])
-    return tree
+    """Build a drafter with `steps` draft steps per graph; with 1, the drafter `model`."""
+    module = model_drafter if steps == 1 else multi_step
+    more = {} if steps == 1 else {"steps": steps}
+    return module.build(module.Options(floor=0.0, **more), given=BuildContext(draft=model))
 
 
 def draft_steps(bench: Bench, model: Any) -> Iterator[Row]:
-    """Time a draft step by the number of steps per graph; compare the tree with that of single steps."""
-    prompt = tuple(range(1, 65))
+    """Time a draft step by the number of steps per graph."""
     for name, rule, sampling in RULES:
-        request = Request(prompt, rule, 256, sampling)
-        alone, single = 0.0, trees(drafter_of(model, 1), request)
+        request = Request(tuple(range(1, 65)), rule, 256, sampling)
+        alone = 0.0
         for steps in (1, 2, 4, 8):
             drafter = drafter_of(model, steps)
-            tree = trees(drafter, request)
             state = drafter.open(request)
+            growths = LAYERS if steps == 1 else 1
 
-            def round_of(drafter: Any = drafter, state: Any = state) -> None:
+            def round_of(drafter: Any = drafter, state: Any = state, growths: int = growths) -> None:
                 tree = TokenTree(state.tokens[-1])
-                for _ in range(LAYERS):
+                for _ in range(growths):
                     drafter.grow([state], [tree])
                 drafter.observe(state, Observation([tree.ids[0]], [1], TokenTree(1, tree.next_id, tree.next_id + 1)))
 
-            seconds = bench.seconds(round_of, min(bench.args.rounds, 50)) / LAYERS
+            seconds = bench.seconds(round_of, min(bench.args.rounds, 50)) / (LAYERS if steps == 1 else steps)
             alone = alone or seconds
-            same = (tree.tokens, tree.parents) == (single.tokens, single.parents)
-            yield {
-                "rule": name,
-                "steps": steps,
-                "ms_a_step": 1e3 * seconds,
-                "times_single": alone / seconds,
-                "same_tree": same,
-            }
+            yield {"rule": name, "steps": steps, "ms_a_step": 1e3 * seconds, "times_single": alone / seconds}
 
 
 class Method(NamedTuple):
@@ -212,7 +199,9 @@ CARD = {"method": "card", "drafter": "model"}
 METHODS = {
     "plain": Method("", {"method": "autoregressive"}),
     "sequential, 4 steps": Method("gpu", SEQUENTIAL | SHORT),
+    "sequential, 4 steps in a graph": Method("gpu", SEQUENTIAL | SHORT | {"drafter": "multi_step", "steps": 4}),
     "sequential, 6 steps": Method("gpu", SEQUENTIAL | LONG),
+    "sequential, 6 steps in a graph": Method("gpu", SEQUENTIAL | LONG | {"drafter": "multi_step", "steps": 6}),
     "sequential, 4 steps, draft on the CPU": Method("cpu", SEQUENTIAL | SHORT),
     "sequential, 6 steps, draft on the CPU": Method("cpu", SEQUENTIAL | LONG),
     "CARD in a thread": Method("gpu", CARD | {"worker": "thread"}),
@@ -411,8 +400,7 @@ def texts(bench: Bench) -> Iterator[Row]:
         models = loaded(bench, exact=exact)
         if not exact:
             yield from of_plain(models.target, loaded(bench, graphs="off").target, *asked)
-        several = {"4 steps a graph": Method("gpu", SEQUENTIAL | {"steps": 4})}
-        for name, method in (METHODS | several).items():
+        for name, method in METHODS.items():
             if name != "plain":
                 with models.llm(method) as llm:
                     yield from of_texts(llm, *asked, name)

@@ -15,8 +15,7 @@ from outpace.core.tree import PREFIX
 from outpace.core.triton_support import unavailable_reason
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
-from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 from outpace.models.llama.torch.runtime import Llama
 
 TOLERANCE = {

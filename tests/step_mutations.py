@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from mutation_checks import Mutation, Original
-from part_mutations import mutation, nothing
+from part_mutations import mutation
 
-from outpace.drafters._multi_step import MultiStepCache
-from outpace.models.llama.cuda import step_choice
-from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
-from outpace.models.llama.cuda.step_choice import NodeSelection, own_bit
+from outpace.models.llama.cuda import multi_step
+from outpace.models.llama.cuda.multi_step import MultiStepGraph
 
-OUTLIVE = "test_draft_steps.py::test_steps_taken_ahead_outlive_a_correction"
-ALIKE = "test_draft_steps.py::test_several_steps_grow_the_tree_of_single_ones"
+PROPOSALS = "test_multi_step.py::test_proposals_are_those_of_passes_of_their_own"
+LIKELIEST = "test_multi_step.py::test_the_likeliest_nodes_are_expanded"
 
 
-def sees_itself_alone(best: Original) -> Original:
-    return lambda choice, slots: best(choice, slots)._replace(bits=own_bit(slots))
+def sees_itself_alone(forward: Original) -> Original:
+    return lambda graph, inputs, nodes, number, bits, *rest: forward(
+        graph, inputs, nodes, number, multi_step._own_bit(number).expand_as(bits), *rest
+    )
 
 
 def keyed_one_further(propose: Original) -> Original:
-    return lambda model, bucket, inputs, nodes, *rest: propose(
-        model, bucket, inputs, nodes._replace(depths=nodes.depths + 1), *rest
-    )
+    return lambda graph, inputs, depths, *rest: propose(graph, inputs, (depths + 1).clamp(max=graph.steps - 1), *rest)
 
 
 def in_order_of_tokens(best: Original) -> Original:
     return lambda values, count: tuple(part.flip(-1) for part in best(values, count))
 
 
+def below_the_root(children: Original) -> Original:
+    """Forget the chance of what is above a node."""
+    return lambda graph, nodes, *rest: children(graph, nodes._replace(scores=nodes.scores.clamp(min=0.0)), *rest)
+
+
 STEP_MUTATIONS: list[Mutation] = [
-    mutation("multi-step: a node attends only to itself", NodeSelection, "best", sees_itself_alone, ALIKE),
-    mutation("multi-step: noise of the next position is used", SteppingLlama, "_propose", keyed_one_further, ALIKE),
-    mutation("multi-step: children in reverse order", step_choice, "stable_top_k", in_order_of_tokens, ALIKE),
-    mutation("multi-step: nodes expanded below a new root are lost", MultiStepCache, "claim", nothing, OUTLIVE),
+    mutation("multi-step: a node attends only to itself", MultiStepGraph, "_forward", sees_itself_alone, PROPOSALS),
+    mutation("multi-step: noise of the next position", MultiStepGraph, "_propose", keyed_one_further, PROPOSALS),
+    mutation("multi-step: proposals in reverse order", multi_step, "stable_top_k", in_order_of_tokens, PROPOSALS),
+    mutation("multi-step: chances forget what is above", MultiStepGraph, "_children", below_the_root, LIKELIEST),
 ]

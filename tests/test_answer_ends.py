@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 from doubles import QuickToy, decode, make_request, write
 from light import Empty
-from test_matrix import GIVEN, TARGET, WORKERS, Cell, check_depths, files_of, fits, given, heads_of, runs_model
+from test_matrix import (
+    GIVEN,
+    TARGET,
+    WORKERS,
+    Cell,
+    check_depths,
+    files_of,
+    fits,
+    given,
+    heads_of,
+    runs_model,
+    single_drafters,
+)
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
@@ -41,8 +53,7 @@ class Counting(QuickToy):
 
 
 def drafters_with_a_model() -> list[str]:
-    single = registry.names("drafters")
-    return [name for name in single if runs_model(name) and name != "layer_skip" and not heads_of(name)]
+    return [name for name in single_drafters() if runs_model(name) and name != "layer_skip" and not heads_of(name)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -112,7 +123,7 @@ def test_what_a_drafter_adds_beyond_the_end_is_not_verified(method: str, length:
         length -= step.emitted
 
 
-@pytest.mark.parametrize("name", [name for name in registry.names("drafters") if name != "layer_skip"])
+@pytest.mark.parametrize("name", [name for name in single_drafters() if name != "layer_skip"])
 @pytest.mark.parametrize("left", [1, 2, 3])
 def test_every_drafter_stops_where_a_tree_may_not_grow(name: str, left: int) -> None:
     """However often it is asked, and whatever it has found."""

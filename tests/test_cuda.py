@@ -15,13 +15,12 @@ from passes import TINIES, build
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 import gpu_checks
-import test_draft_steps
+import test_multi_step
 
 import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
-from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 from outpace.models.load import load_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of CUDA is here")]
@@ -90,19 +89,18 @@ def exact_on_cuda() -> Any:
 
 @pytest.mark.parametrize("steps", [2, 4, 8])
 @pytest.mark.parametrize("rule", ["greedy", "gumbel"])
-def test_several_steps_in_one_graph_grow_the_tree_of_single_ones(rule: str, steps: int) -> None:
-    """In exact mode bit for bit, by real captures."""
+def test_several_steps_in_one_graph_propose_what_single_passes_do(rule: str, steps: int) -> None:
+    """In exact mode, by real captures."""
     model = exact_on_cuda()
-    words = test_draft_steps.words(model, 20)
-    pair = test_draft_steps.Pair(model, [test_draft_steps.request_of(rule, words)], steps)
-    for _ in range(8):
-        pair.grow([0])
-    assert pair.forwards[1] == 8 // steps
+    words = test_multi_step.words(model, 20)
+    drafting = test_multi_step.Drafting(model, [test_multi_step.request_of(rule, words)], steps)
+    drafting.grow([0])
+    assert drafting.check(0) == 1 + 4 * (steps - 1)
+    assert drafting.graphs == 1
 
 
-def test_several_steps_are_the_default_with_graphs(folder: Path) -> None:
-    with outpace.load(folder, folder, device="cuda", method="speculative", drafter="model") as llm:
-        assert llm.draft.model.several_steps
+def test_several_steps_are_taken_in_one_graph(folder: Path) -> None:
+    with outpace.load(folder, folder, device="cuda", method="speculative", drafter="multi_step") as llm:
         llm.generate(["the cat sat on the"], max_tokens=24)
         assert any(key[0] == "steps" for key in llm.draft.model.captures._made)
 
@@ -162,7 +160,7 @@ def test_a_draft_of_few_tokens_is_trained_on_a_device_and_gone_on_with(tmp_path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None:
     """Windows, norms of heads, biases, layers without rotation; long texts, which are cut into pieces; wide trees."""
-    tensor = test_draft_steps.reference.random_tensors(config).__getitem__
+    tensor = test_multi_step.reference.random_tensors(config).__getitem__
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "exact": False}
     model = gpu_checks.captured("fused", config, tensor, **given)
     slow = build(gpu_checks.Llama, config, **given)

@@ -31,7 +31,7 @@ from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.cuda import captures, triton_kernels
 from outpace.models.llama.cuda.fused_runtime import FusedLlama
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
+from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 from outpace.models.llama.torch.attention import attend_batch, tree_mask
 from outpace.models.options import LoadOptions
 
@@ -210,7 +210,7 @@ def test_logits_are_in_float32(dtype: torch.dtype) -> None:
 
 def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(device="cuda", graphs="cuda")
-    for why, kind in ((None, FusedLlama), ("there is no compiler", SteppingLlama)):
+    for why, kind in ((None, FusedLlama), ("there is no compiler", GraphLlama)):
         monkeypatch.setattr(triton_support, "unavailable_reason", lambda device, why=why: why)
         chosen, notice = runtimes._captured(options)
         assert chosen is kind

@@ -16,7 +16,7 @@ import gpu
 import gpu_checks
 from turns import one_of
 
-from outpace.models.llama.cuda import multi_step_runtime, runtime
+from outpace.models.llama.cuda import runtime
 from outpace.models.llama.torch.attention import attend_batch
 
 
@@ -33,7 +33,7 @@ def test_all_parts_run_and_their_rows_are_written_one_by_one(
     assert (status, last["failed"], wrong) == (0, 0, [])
     parts = [*dict.fromkeys(row["part"] for row in written)]
     assert parts == ["machine", *(part for part in gpu.PARTS if part not in gpu.WIDE)]
-    assert all(row["same_tree"] for row in last["draft steps"])
+    assert {row["steps"] for row in last["draft steps"]} == {1, 2, 4, 8}
     assert written == [{"part": part} | row for part in parts for row in last[part]]
     assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
 
@@ -61,7 +61,7 @@ def test_checks_alone_measure_nothing(
     assert gpu.main([*given, "--tokens", "4", "--data", str(data), str(data)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert sorted(last) == ["checks", "failed", "machine", "texts"]
-    assert len(last["texts"]) == 46
+    assert len(last["texts"]) == 50
     assert all("error" not in row and row["passed"] for row in last["texts"])
 
 
@@ -90,7 +90,7 @@ def in_float32(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hi
 @pytest.mark.parametrize("mistake", [None, "attends by buckets"])
 def test_exact_mode_must_be_bitwise_equal(monkeypatch: pytest.MonkeyPatch, mistake: str | None) -> None:
     if mistake:
-        monkeypatch.setattr(multi_step_runtime, "attend_batch_exactly", in_float32)
+        monkeypatch.setattr(runtime, "attend_batch_exactly", in_float32)
     rows = gpu_checks.of_exact("cpu", torch.float32, is_eager=True)
     assert len(rows) == 6
     assert all(row["passed"] for row in rows) is (mistake is None)

@@ -18,8 +18,8 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda import multi_step_runtime
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
+from outpace.models.llama.cuda import runtime
+from outpace.models.llama.cuda.runtime import ExactGraphLlama
 from outpace.models.llama.torch import attention
 from outpace.models.llama.torch.attention import ExactAttention, exact_weights
 from outpace.models.llama.torch.linear import FIXED, Linear, rows_are_independent
@@ -161,7 +161,7 @@ def test_products_that_depend_on_place_or_neighbours_are_found(linear: Linear) -
 
 
 def test_exact_mode_is_refused_if_products_depend_on_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(multi_step_runtime, "rows_are_independent", lambda *_: False)
+    monkeypatch.setattr(runtime, "rows_are_independent", lambda *_: False)
     with pytest.raises(UserError, match="whose products of 64 rows give a row other bits at another place"):
         outpace.load(model_folder(tmp_path), graphs="eager", exact=True)
 

@@ -36,8 +36,7 @@ from outpace.decoders import Autoregressive, Card, Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain
-from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama
-from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 from outpace.rules.greedy import Greedy
 
 NUMBERS = st.integers(0, 1 << 16)

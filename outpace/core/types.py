@@ -367,8 +367,8 @@ class Capabilities:
     sources: the origins of its proposals, usually one. needs: what it must see of the target's passes. q_at_leaves: it
     gives rules its q after every node, leaves included. cost: describes the cost of a round in the table of methods.
     models: the models that it runs. memory: returns an upper bound of its own KV bytes for requests whose texts have
-    these lengths. learnt: its state in a profile. capture: captures what it runs on a GPU besides passes of its models,
-    for these numbers of requests. save: writes the files that it keeps between runs; called when the engine closes.
+    these lengths. learnt: its state in a profile. save: writes the files that it keeps between runs; called when the
+    engine closes.
     """
 
     sources: tuple[Source, ...]
@@ -378,7 +378,6 @@ class Capabilities:
     models: tuple[Any, ...] = ()
     memory: Callable[[Sequence[int]], int] = lambda lengths: 0
     learnt: SavedState | None = None
-    capture: Callable[[Sequence[int]], None] = lambda batches: None
     save: Callable[[], None] = lambda: None
 
     @property
@@ -403,8 +402,7 @@ class DraftState:
     because other requests wait; `base`, the target's session, for drafters with `needs.session`: it holds all tokens
     but the root, and the drafter may add pending nodes to it.
 
-    `pending`: the rounds that the drafter has not observed yet. Set by a growth: `num_steps`, the draft steps that it
-    took: more than one if it took some in advance, 0 if it used such a step.
+    `pending`: the rounds that the drafter has not observed yet.
     """
 
     request: Request
@@ -414,7 +412,6 @@ class DraftState:
     directives: DraftDirectives = field(default=UNRESTRICTED, init=False)
     max_read: int = field(default=UNLIMITED, init=False)
     base: Any = field(default=None, init=False)
-    num_steps: int = field(default=1, init=False)
     pending: PendingObservations = field(default_factory=PendingObservations, init=False)
 
     def __post_init__(self) -> None:

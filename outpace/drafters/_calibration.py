@@ -12,7 +12,6 @@ from typing import Any
 
 import outpace_kernels as kernels
 
-from outpace.core.multi_step import ScoreCalibration
 from outpace.core.stats import DecayedMean
 from outpace.core.types import Observation, Request, TopK
 
@@ -48,11 +47,6 @@ class PickModel(kernels.PickModel):
         coverage = min(max(float(kept["coverage"]), _LEAST), 1.0)
         open_rate = min(max(float(kept.get("open", 1.0)), _LEAST_OPEN), 1 / _LEAST_OPEN)
         self.restore(float(kept["temperature"]), coverage, open_rate, _SURE, _OPEN_WEIGHT)
-
-    @property
-    def trust(self) -> ScoreCalibration:
-        """The present parameters, for models that rank proposals themselves."""
-        return ScoreCalibration(*self.fit)
 
 
 class PickModels:

@@ -53,10 +53,6 @@ class JoinedState:
 def joined(parts: Sequence[Capabilities]) -> Capabilities:
     """Return the capabilities of several drafters together."""
 
-    def capture(batches: Sequence[int]) -> None:
-        for part in parts:
-            part.capture(batches)
-
     def save() -> None:
         for part in parts:
             part.save()
@@ -67,7 +63,6 @@ def joined(parts: Sequence[Capabilities]) -> Capabilities:
         models=tuple(model for part in parts for model in part.models),
         memory=lambda lengths: sum(part.memory(lengths) for part in parts),
         learnt=JoinedState([part.learnt for part in parts]),
-        capture=capture,
         save=save,
     )
 
@@ -117,8 +112,6 @@ class SharedTree(CompositeDrafter):
                     inner.append(state.part(number))
                     tree.current_source = name
                 part.grow(inner, trees)
-                for state, own in zip(states, inner, strict=True):
-                    state.num_steps = own.num_steps
 
     def observe(self, state: CompositeState, seen: Observation) -> None:
         """Note the observation for each part, which sees it when it drafts next; at once if it contains details of the
@@ -186,8 +179,6 @@ class DraftSelector(CompositeDrafter):
             mine = [n for n, state in enumerate(states) if state.chosen == number]
             if mine:
                 part.grow([states[n].part(number) for n in mine], [trees[n] for n in mine])
-        for state in states:
-            state.num_steps = state.parts[state.chosen].num_steps
 
     def observe(self, state: SelectorState, seen: Observation) -> None:
         is_due = state.rounds < _FIRST or state.rounds % _EVERY == 0

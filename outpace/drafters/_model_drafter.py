@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from outpace_kernels import TopKRows
+from dataclasses import dataclass
 
 from outpace.core.options import number, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
-from outpace.drafters._multi_step import MultiStepCache, MultiStepExpander
 from outpace.drafters._tree_expander import SPARE, ExpansionJob, TreeExpander, as_top_k_rows
 from outpace.models.base import Model
 
@@ -27,75 +24,49 @@ class ModelOptions(ChildOptions):
     )
 
 
-@dataclass
-class ModelState(OfferState):
-    """A request's state. `multi_step`: draft steps that were taken in advance."""
-
-    multi_step: MultiStepCache = field(default_factory=MultiStepCache)
-
-
 class BaseModelDrafter(Drafter):
     """Keeps a session of the draft model for each request, in step with what the target commits. A subclass sets
     `capabilities`."""
 
     expander_type = TreeExpander
-    state_type = ModelState
+    state_type = OfferState
 
-    def __init__(self, model: Model, options: ModelOptions, steps: int | None = 1) -> None:
-        """`steps`: draft steps in one graph; see `MultiStepExpander`."""
+    def __init__(self, model: Model, options: ModelOptions) -> None:
         window = model.draft_window if options.draft_window is None else options.draft_window
         count = options.width + SPARE
         self._expander = self.expander_type(
             model, options.width, options.tree_nodes, options.floor, window, proposed=count
         )
         self._children = ChildAdder(options.width, options.tree_nodes, options.draws, fills_tree=True)
-        pick_models = self._children.pick_models
-        self._multi_step = MultiStepExpander(model, pick_models, options, steps)
-        capture = self._multi_step.capture
-        self.capabilities = self._expander.capabilities(self.capabilities, pick_models, capture=capture)
+        self.capabilities = self._expander.capabilities(self.capabilities, self._children.pick_models)
 
-    def open(self, request: Request) -> ModelState:
+    def open(self, request: Request) -> OfferState:
         session, pick_model = self._expander.open(request), self._children.pick_models.of(request)
         return self.state_type(request, session=session, pick_model=pick_model)
 
-    def grow(self, states: Sequence[ModelState], trees: Sequence[TokenTree]) -> None:
+    def grow(self, states: Sequence[OfferState], trees: Sequence[TokenTree]) -> None:
         """Run one forward of the draft model over the frontiers of all trees, and another one where another drafter's
         branch had all its nodes already."""
-        self._multi_step.num_steps = 1
         if jobs := self._expander.jobs(states, trees):
             self._expand(jobs)
-        for state in states:
-            state.num_steps = self._multi_step.num_steps
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        """Run one forward over the frontiers, or use forwards taken in advance."""
-        takes_several = self._multi_step.takes_several
-        known = self._multi_step.known(jobs) if takes_several else None
-        if known is None:
-            held = self._expander.score(jobs)
-            known = self._multi_step.steps(jobs, held) if takes_several else None
-        if known is not None:
-            self._children.attach(jobs, TopKRows([row for mine in known for row in mine]))
-            return
+        """Run one forward over the frontiers and add the children that it proposes."""
+        held = self._expander.score(jobs)
         offers = as_top_k_rows(held.best)
         if offers.is_complete:  # the model found every row's best tokens itself
             self._children.attach(jobs, offers)
         else:
             self._children.add(jobs, held)
 
-    def observe(self, state: ModelState, seen: Observation) -> None:
+    def observe(self, state: OfferState, seen: Observation) -> None:
         self._children.learn(state, seen)
-        if self._multi_step.takes_several:
-            self._expander.follow(state, seen, self._multi_step.follow(state, seen))
-            state.multi_step.settle(state.slots, state.session.pending)
-        else:
-            self._expander.follow(state, seen)
+        self._expander.follow(state, seen)
         state.offers.keep(state.slots)
 
-    def likelihood(self, state: ModelState, tokens: Sequence[int]) -> list[float] | None:
+    def likelihood(self, state: OfferState, tokens: Sequence[int]) -> list[float] | None:
         """Return log q of these tokens as a continuation of the text, by one forward; see `TreeExpander.likelihood`."""
         return self._expander.likelihood(state, tokens)
 
-    def pause(self, state: ModelState) -> None:
-        state.multi_step = MultiStepCache()
+    def pause(self, state: OfferState) -> None:
         self._expander.pause(state)

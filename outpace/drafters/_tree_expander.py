@@ -231,10 +231,9 @@ class TreeExpander:
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
-    def follow(self, state: ExpansionState, seen: Observation, extra: Sequence[int] = ()) -> None:
+    def follow(self, state: ExpansionState, seen: Observation) -> None:
         """Commit the tokens that the target accepted, and keep what lives on in its new tree; drop everything pending
-        in a borrowed session. `extra`: further pending nodes to keep, which are not in a tree yet; they are numbered
-        after the others."""
+        in a borrowed session."""
         state.tokens += seen.tokens
         if self._on_base:
             state.slots.clear()
@@ -244,7 +243,7 @@ class TreeExpander:
             state.slots.clear()
             state.session.truncate(0)
             return
-        state.session.keep(path, [*live, *extra])
+        state.session.keep(path, live)
 
     def _frontiers(self, open_trees: Sequence[tuple[ExpansionState, TokenTree]]) -> list[list[int]]:
         """Choose the unexpanded nodes of each tree for the next forward, parents first. A parent's score is at least

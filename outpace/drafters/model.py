@@ -10,25 +10,14 @@ into `tree_nodes` (or the share of it that the directives allow) and can be veri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.multi_step import MAX_STEPS
-from outpace.core.options import whole
 from outpace.core.types import Capabilities, Drafter, Source
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.models.base import Model
 
-
-@dataclass(frozen=True)
-class Options(ModelOptions):
-    """Those of other draft models, and several steps in one graph."""
-
-    steps: int | None = whole(
-        None, 1, MAX_STEPS, help="draft steps in one CUDA graph; the default on a GPU is a round's usual number, else 1"
-    )
+Options = ModelOptions
 
 
 class ModelDrafter(BaseModelDrafter):
@@ -37,9 +26,6 @@ class ModelDrafter(BaseModelDrafter):
     capabilities = Capabilities(
         (Source("model", runs_model=True),), q_at_leaves=True, cost="a forward of the draft model for each layer"
     )
-
-    def __init__(self, model: Model, options: Options) -> None:
-        super().__init__(model, options, options.steps)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

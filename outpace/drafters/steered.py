@@ -17,7 +17,8 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.types import Capabilities, Observation, Source
-from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions, ModelState
+from outpace.drafters._children import OfferState
+from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.drafters._tree_expander import CHUNK, TreeExpander
 from outpace.models.base import Model, Part
 from outpace.models.heads.eagle3 import stack_rows
@@ -26,7 +27,7 @@ Options = ModelOptions
 
 
 @dataclass
-class SteeredState(ModelState):
+class SteeredState(OfferState):
     """A request's state. By position: `features` [width] of the last positions with known hidden states, and `biases`
     [layers, MLP width] of the position before the root."""
 

@@ -19,7 +19,7 @@ from outpace.core.tree import UNLIMITED, TokenTree
 from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
 from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model, captured
+from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ class DraftRunner:
         self._vocab_size = vocab_size
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
-        self._step_seconds = 0.0  # of one of several steps that a drafter has taken at once
         self.spent = 0.0  # seconds of drafting and of waiting for a worker in this step
 
     @property
@@ -55,6 +54,11 @@ class DraftRunner:
     def models(self) -> list[Model]:
         """The models that draft in the engine's thread."""
         return list(dict.fromkeys(model for drafter in self.drafters.values() for model in drafter.capabilities.models))
+
+    @property
+    def num_captures(self) -> int:
+        """Number of passes that these models have captured so far."""
+        return sum([model.num_captures for model in self.models])
 
     @property
     def cores(self) -> int:
@@ -248,7 +252,7 @@ class DraftRunner:
         decoders. The time for planning the next growth is recorded as part of the draft step."""
         states: list[Any] = []
         trees: list[TokenTree] = []
-        began, before, drafter = self._clock(), captured.count, self._of(sequences[0])
+        began, before, drafter = self._clock(), self.num_captures, self._of(sequences[0])
         lends = drafter is not None and drafter.capabilities.needs.session
         source_name = "" if drafter is None else drafter.name if source is None else source.name
         for sequence in sequences:
@@ -276,7 +280,7 @@ class DraftRunner:
         self.guarded(name, drafter.grow, states, trees)
         added = [*map(sub, map(len, trees), sizes)]
         grown, width = self._clock(), sum([tree.width or 1 for tree in trees])
-        if source is not None and captured.count > before:
+        if source is not None and self.num_captures > before:
             self._costs.note_catch_up(source)  # a capture takes longer than a draft step
         for sequence, count in zip(sequences, added, strict=True):
             sequence.draft.seconds += grown - began
@@ -284,12 +288,7 @@ class DraftRunner:
         ended = self._clock()
         self.spent += ended - began
         if source is not None and (any(added) or not source.runs_model):
-            seconds, steps = grown - began, states[0].num_steps
-            if steps > 1:
-                self._step_seconds = seconds = seconds / steps
-            elif not steps:
-                seconds += self._step_seconds
-            self._costs.record_draft(source, seconds + ended - grown, width, len(trees))
+            self._costs.record_draft(source, ended - began, width, len(trees))
 
     def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a drafter; if it raises, give it up and return None."""

@@ -28,7 +28,7 @@ from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
-from outpace.models.base import Model, Part, captured, chain, check_needs
+from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
@@ -283,10 +283,10 @@ class Engine(AbstractContextManager["Engine"]):
         """Run the target over the batch."""
         # Reading a prompt is far more work for the target than for the drafter: the target gets all cores for it.
         self.target.limit_threads(leave=0 if batch.chunks else self.drafting.cores)
-        began, before = self._clock(), captured.count
+        began, before = self._clock(), self.target.num_captures
         prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
-        return BatchOutput(prefilled, verified, self._clock() - began, captured.count > before)
+        return BatchOutput(prefilled, verified, self._clock() - began, self.target.num_captures > before)
 
     def capture_passes(self) -> None:
         """Make room for a full batch of short texts, and capture the passes that rounds are likely to need, so that no
@@ -302,8 +302,6 @@ class Engine(AbstractContextManager["Engine"]):
         for model in self.drafting.models:
             model.reserve_sessions(self.options.batch, self.memory.budget // 8)
             model.capture_passes(drafted)
-        for drafter in self.drafting.drafters.values():
-            drafter.capabilities.capture(batches)
 
     def _add_chunks(self, batch: Batch, output: BatchOutput) -> None:
         """Hand the output for prompts to the sequences and their drafters, and learn how long reading takes."""

@@ -20,7 +20,6 @@ from outpace.core.types import Commit, Draft, Request, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
-from outpace.models.base import captured
 
 SECONDS = 0.2  # after this time no further round begins
 _ROWS = (1, 1, 4, 4, 8, 8, 2, 2, 1, 1, 1)  # of each round; most informative first, and caches are cold in the first few
@@ -44,15 +43,19 @@ def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> 
     before = [(own, own.state_dict()) for own in learnt if own is not None]
     end = time.perf_counter() + seconds
     while sequence.finish_reason is None and len(sequence.history.steps) < len(_ROWS) and time.perf_counter() < end:
-        began, num_captured = time.perf_counter(), captured.count
+        began, num_captured = time.perf_counter(), _num_captures(engine)
         engine.step()
-        if captured.count > num_captured:  # its time does not count; a later round of as many rows will be timed
+        if _num_captures(engine) > num_captured:  # its time does not count; a later round of as many rows will be timed
             end += time.perf_counter() - began
     engine.abort(sequence)
     engine.sweep()
     engine.costs.forget_rates()
     for own, known in before:
         own.load_state_dict(known)  # drafts are accepted less often than usual after a single word
+
+
+def _num_captures(engine: Engine) -> int:
+    return engine.target.num_captures + engine.drafting.num_captures
 
 
 class WarmUp(Decoder):

@@ -13,7 +13,6 @@ from outpace_kernels import PendingNodes
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, TargetOutput
-from outpace.core.multi_step import SupportsMultiStep
 from outpace.core.tree import PREFIX
 
 
@@ -194,19 +193,7 @@ def apply_keep(forest: Sequence[Part]) -> list[Part]:
     return parts
 
 
-class CaptureCount:
-    """Counts the passes that all models of this process have captured, for instance as CUDA graphs.
-
-    A call that captures a pass takes longer, so its time is not used.
-    """
-
-    count = 0
-
-
-captured = CaptureCount()
-
-
-class Model(SupportsMultiStep):
+class Model:
     """A language model that scores token trees.
 
     A subclass sets `vocab_size`, `max_positions`, `device` and `token_bytes`, and implements `open` and one of
@@ -257,6 +244,12 @@ class Model(SupportsMultiStep):
     def is_asynchronous(self) -> bool:
         """Whether a pass returns before the device has computed it; the host then waits when it reads the output."""
         return str(self.device) != "cpu"
+
+    @property
+    def num_captures(self) -> int:
+        """Number of passes captured so far, for instance as CUDA graphs. A call that captures a pass takes longer, so
+        its time is not used."""
+        return 0
 
     def reserve_sessions(self, count: int, most_bytes: int) -> None:
         """Make room for this many sessions with short texts, where sessions share a store that moves when it grows; it

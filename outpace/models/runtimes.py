@@ -163,12 +163,12 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     import torch
 
     from outpace.core.triton_support import slow_path_warning, unavailable_reason
-    from outpace.models.llama.cuda.multi_step_runtime import ExactGraphLlama, SteppingLlama
+    from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 
     if options.exact or options.graphs == EAGER:
-        return (ExactGraphLlama if options.exact else SteppingLlama), None
+        return (ExactGraphLlama if options.exact else GraphLlama), None
     if why := unavailable_reason(torch.device(options.device)):
-        return SteppingLlama, slow_path_warning(why)
+        return GraphLlama, slow_path_warning(why)
     from outpace.models.llama.cuda.fused_runtime import FusedLlama  # which imports Triton
 
     return FusedLlama, None

@@ -97,11 +97,19 @@ class GraphSpecFormer(TorchSpecFormer, FeaturePasses):
     slots_type = GraphSlots
     slots: GraphSlots
 
+    @property
+    def num_captures(self) -> int:
+        return super().num_captures + self.slots.num_captures
+
 
 class GraphMedusa(MedusaModel):
     """Medusa's heads with a captured forward."""
 
     captures: Captures
+
+    @property
+    def num_captures(self) -> int:
+        return self.captures.count
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

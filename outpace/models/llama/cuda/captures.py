@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.models.base import captured
-
 Work = Callable[[], None]
 Shapes = Mapping[str, tuple[int, ...]]
 WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels and allocate workspaces
@@ -115,7 +113,6 @@ class Captures:
             self._is_busy = False
         self._made[key] = made
         self.count += 1
-        captured.count += 1
 
     def begin(
         self, key: Hashable, inputs: StaticInputs, work: Work, *buffers: Tensor, idle: Mapping[str, int] | None = None

@@ -18,12 +18,11 @@ from outpace.models.base import chain
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels
 from outpace.models.llama.cuda.captures import Captures, StaticInputs, pass_shapes
-from outpace.models.llama.cuda.multi_step_runtime import SteppingLlama
-from outpace.models.llama.cuda.runtime import NO_STATES, save_states
+from outpace.models.llama.cuda.runtime import NO_STATES, GraphLlama, save_states
 from outpace.models.llama.torch.linear import Linear, add_product, float_product
 
 
-class FusedLlama(SteppingLlama):
+class FusedLlama(GraphLlama):
     """Captured passes with fused kernels and float32 logits. Encoded keys and values use the unfused attention."""
 
     least_slots = 512  # fused attention skips empty slots, so few captures serve all short texts
@@ -35,7 +34,7 @@ class FusedLlama(SteppingLlama):
         self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floor)
 
     @classmethod
-    def from_tensors(cls, *args: Any, **options: Any) -> SteppingLlama:  # type: ignore[override]
+    def from_tensors(cls, *args: Any, **options: Any) -> GraphLlama:  # type: ignore[override]
         """Build a model; if a kernel does not compile, return the same model without our kernels, with a notice."""
         model = super().from_tensors(*args, **options)
         try:
@@ -62,10 +61,10 @@ class FusedLlama(SteppingLlama):
         for slots, window in product((piece, 4 * piece), self._windows):
             triton_kernels.attend(query, query.new_zeros(2, 1, groups, slots, width), inputs, slots, window)
 
-    def by_torch(self, reason: str) -> SteppingLlama:
+    def by_torch(self, reason: str) -> GraphLlama:
         """Return the same model without our kernels, with the reason in its notice."""
         weights = self._layers, self.embedding, self._head
-        model = SteppingLlama(self.config, *weights, self.exact, self._head_ids, self.kv_dtype)
+        model = GraphLlama(self.config, *weights, self.exact, self._head_ids, self.kv_dtype)
         model.captures = Captures(self.captures.is_eager)
         model.notice = slow_path_warning(reason)
         return model

@@ -4,7 +4,11 @@ A pass runs over static buffers, in buckets of sessions, nodes per session and s
 CUDA graph or its stand-in (`captures`). All sessions' keys and values are in one pool. What has no bucket, such as long
 chunks of prompts and vectors in place of tokens, runs in one pass of the torch runtime on the same sessions; that is
 also the slow path against which the fast one is tested. CUDA graphs: Ng et al., "Accelerating PyTorch with CUDA
-Graphs", 2021. Sums depend on the bucket here; in `multi_step_runtime.ExactGraphLlama` they do not.
+Graphs", 2021.
+
+Sums depend on the bucket, except in exact mode (`ExactGraphLlama`). There every product takes `FIXED` rows, padded or
+in chunks, and so do the norms, whose kernels a GPU also chooses by shape; each start checks on the device that a row's
+place does not matter. Attention's numbers are on grids in float64, where sums are exact.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ from outpace.core.logits import TargetOutput, tensor_of
 from outpace.models.base import Part, chain
 from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
 from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, pool_shape
-from outpace.models.llama.torch.attention import attend_batch, tree_mask
-from outpace.models.llama.torch.linear import pad_rows
+from outpace.models.llama.torch.attention import attend_batch, attend_batch_exactly, tree_mask
+from outpace.models.llama.torch.linear import FIXED, Linear, pad_rows, rows_are_independent
 from outpace.models.llama.torch.rope_tables import RopeFactors
 from outpace.models.llama.torch.runtime import Llama
+from outpace.models.llama.torch.weights import Normed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +94,10 @@ class GraphLlama(Llama):
         if is_eager is not None:
             model.captures = Captures(is_eager)
         return model
+
+    @property
+    def num_captures(self) -> int:
+        return self.captures.count
 
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
@@ -334,6 +343,35 @@ class GraphLlama(Llama):
     def _inputs(self, key: tuple[Any, ...], shapes: Shapes) -> StaticInputs:
         inputs: StaticInputs = self.captures.buffers(key, lambda: StaticInputs(shapes, self.device))
         return inputs
+
+
+class ExactGraphLlama(GraphLlama):
+    """Captured passes in exact mode: a row's bits depend on its token, prefix and ancestors only. Keys and values are
+    float64, unless they are stored in fewer bits."""
+
+    exact_where = f"whose products of {FIXED} rows give a row other bits at another place"
+
+    def _mask(self, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
+        """Return True for hidden slots."""
+        return super()._mask(inputs, slots, window) < 0
+
+    def _attend_batch(self, query: Tensor, stored: Tensor, mask: Tensor) -> Tensor:
+        return pad_rows(attend_batch_exactly(query, stored[0], stored[1], mask).to(self.dtype), (FIXED,))
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return torch.cat([super(ExactGraphLlama, self)._norm(piece, weight) for piece in x.split(FIXED)])
+
+    def _norm_heads(self, qkv: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([super(ExactGraphLlama, self)._norm_heads(piece, weight) for piece in qkv.split(FIXED)])
+
+    def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        def with_norm(normed: Normed) -> Linear:
+            return lambda x, residual=None: normed.linear(self._norm(x, normed.norm), residual)
+
+        layer = self._layers[0]
+        normed = [(with_norm(one), self.config.hidden_size) for one in (layer.qkv, layer.gate_up, self._head)]
+        alike = rows_are_independent([*normed, *self._linears()[2:]], FIXED, self.dtype, self.device)
+        return ((FIXED,), (FIXED,)) if alike else ((), ())
 
 
 def save_states(saved: Mapping[int, Tensor], layer: int, x: Tensor) -> None:
