@@ -62,6 +62,12 @@ def log_probs(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     return torch.log_softmax(filter_logits(logits, samplings), dim=-1)
 
 
+def race_winners(log_p: Tensor, race: Tensor) -> Tensor:
+    """Return argmax(p / E) of each row, where `race` has E ~ Exp(1): [rows, vocab] both, to [rows]."""
+    weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
+    return (weights / race).argmax(dim=-1)
+
+
 def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Return logits over temperature, -inf if filtered out: `log_probs` before the softmax. [rows, vocab]
 

@@ -185,6 +185,12 @@ class Request:
     cache_salt: str | None = None  # keys and values are shared only among requests of equal `cache_salt`
     client: int | None = None  # on a server: number of the client that drafts this request itself
 
+    def until_stop(self, tokens: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the first stop token, included; None if there is no stop token."""
+        if self.stop_ids.isdisjoint(tokens):
+            return None
+        return 1 + next(index for index, token in enumerate(tokens) if token in self.stop_ids)
+
 
 class Row(NamedTuple):
     """Identifies one row of logits: the request, and the text after which the row predicts the next token.

@@ -14,7 +14,6 @@ import numpy as np
 
 from outpace.core import registry
 from outpace.core.machine import free_bytes
-from outpace.core.noise import row_words
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import LogprobsOptions, Request
@@ -23,11 +22,12 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.models.llama.cuda.runtime import GraphLlama
-from outpace.models.llama.cuda.writing_loop import QueuedText, WritingLoop
+from outpace.models.llama.cuda.writing_loop import WritingLoop
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
 _SEEDS = 2**63
+_GREEDY, _GUMBEL = Greedy(), Gumbel()  # one of each, so that all answers share batches
 STEPS = 16  # of the captured loop, after which finished answers are replaced by new ones
 MEMORY = 0.6  # share of a GPU's free memory that the loop may use
 _TEMPORARIES = 12  # numbers of 4 bytes that a step needs for each row and token of the vocabulary
@@ -83,8 +83,8 @@ class GraphLoopWriter:
     def __init__(
         self, model: GraphLlama, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int, rows: int
     ) -> None:
-        self._options = options
-        self._loop = WritingLoop(model, rows, max_prompt + options.max_tokens, options.top, sorted(stop_ids))
+        self._stop_ids, self._options = stop_ids, options
+        self._loop = WritingLoop(model, rows, max_prompt + options.max_tokens, options.top)
 
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         """Yield an answer per job, in the order in which they finish."""
@@ -92,7 +92,7 @@ class GraphLoopWriter:
         while True:
             queued = []
             for row, job in zip(self._loop.free, jobs, strict=False):
-                queued.append((row, self._queued(job)))
+                queued.append((row, request_of(job, self._stop_ids, self._options)))
                 running[row] = job
             self._loop.begin(queued)
             if not running:
@@ -101,20 +101,12 @@ class GraphLoopWriter:
                 ids, log_p = text.top_ids.astype(np.int32), text.top_log_p.astype(np.float16)
                 yield WrittenAnswer(running.pop(text.row), text.tokens.astype(np.int32), ids, log_p)
 
-    def _queued(self, job: AnswerJob) -> QueuedText:
-        if not job.temperature:
-            return QueuedText(job.prompt, self._options.max_tokens, 0.0, None)
-        start, seed = len(job.prompt), job.number % _SEEDS
-        keys = row_words(seed, self._options.seed, np.arange(start, start + self._options.max_tokens))
-        return QueuedText(job.prompt, self._options.max_tokens, job.temperature, keys)
-
 
 class EngineWriter:
     """Writes `options.rows` answers concurrently through the engine."""
 
     def __init__(self, model: Model, stop_ids: frozenset[int], options: WriterOptions) -> None:
         self._model, self._stop_ids, self._options = model, stop_ids, options
-        self._greedy, self._gumbel = Greedy(), Gumbel()
 
     def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
         rows = self._options.rows
@@ -126,7 +118,7 @@ class EngineWriter:
         with Engine(self._model, recorder, options=settings) as engine:
             while True:
                 while len(running) < rows and (job := next(jobs, None)) is not None:
-                    run = engine.submit(self._request(job), decoder, decoder.Options())
+                    run = engine.submit(request_of(job, self._stop_ids, self._options), decoder, decoder.Options())
                     running[run.key] = job
                 if not running:
                     return
@@ -134,18 +126,20 @@ class EngineWriter:
                     if run.finish_reason is not None:
                         yield _written_answer(run, running.pop(run.key), recorder)
 
-    def _request(self, job: AnswerJob) -> Request:
-        sampling = Sampling(job.temperature)
-        return Request(
-            job.prompt,
-            self._greedy if sampling.is_greedy else self._gumbel,
-            self._options.max_tokens,
-            sampling,
-            seed=job.number % _SEEDS,
-            choice=self._options.seed,
-            stop_ids=self._stop_ids,
-            logprobs=LogprobsOptions(self._options.top),
-        )
+
+def request_of(job: AnswerJob, stop_ids: frozenset[int], options: WriterOptions) -> Request:
+    """Return the request of an answer, the same for both writers."""
+    sampling = Sampling(job.temperature)
+    return Request(
+        job.prompt,
+        _GREEDY if sampling.is_greedy else _GUMBEL,
+        options.max_tokens,
+        sampling,
+        seed=job.number % _SEEDS,
+        choice=options.seed,
+        stop_ids=stop_ids,
+        logprobs=LogprobsOptions(options.top),
+    )
 
 
 def _written_answer(run: TokenSequence, job: AnswerJob, recorder: TapRecorder | None) -> WrittenAnswer:

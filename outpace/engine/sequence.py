@@ -248,12 +248,9 @@ class TokenSequence:
     def commit(self, tree: TokenTree, verdict: Verdict, drafted: int) -> list[int]:
         """Append the verdict's tokens, the first `drafted` of them drafts, up to a stop token, the end that `watch`
         chooses, or the limit. Return the tokens appended."""
-        tokens, left, is_complete = _tokens_of(tree, verdict), (stop := self.tokens_left), False
-        for index, token in enumerate(tokens):
-            if token in self.request.stop_ids:
-                stop = index
-                break
-        tokens = tokens[: min(stop + 1, left)]
+        tokens, left, is_complete = _tokens_of(tree, verdict), self.tokens_left, False
+        stop = self.request.until_stop(tokens[:left])
+        tokens = tokens[: left if stop is None else stop]
         if self.request.constraint is not None:
             tokens, is_complete = self._constrained(tokens, self.request.constraint)
         end = self.watch(tokens, min(drafted, len(tokens))) if self.watch else None
@@ -261,7 +258,7 @@ class TokenSequence:
             tokens = tokens[:end]
         self.committed += tokens
         del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
-        if end is not None or stop < left or is_complete:
+        if end is not None or stop is not None or is_complete:
             self.finish_reason = "stop"
         elif len(tokens) == left:
             self.finish_reason = "length"

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.adjust import adjust_logits
-from outpace.core.lazy import torch
 from outpace.core.logits import host_rows, tensor_of
 from outpace.core.noise import exponential
-from outpace.core.sampling import log_probs
+from outpace.core.sampling import log_probs, race_winners
 from outpace.core.tree import Siblings
 from outpace.core.types import Pick, Ranks, Row, RuleTraits
 from outpace.rules.base import LogProbRule, ranked
@@ -43,7 +42,6 @@ class Gumbel(LogProbRule):
     def run(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
         """Run the race of all tokens on a device, on adjusted logits [rows, vocab]."""
         log_p = log_probs(logits, [row.request.sampling for row in rows])
-        weights = torch.exp(log_p - log_p.amax(dim=-1, keepdim=True))
         race = exponential([row.noise_key for row in rows], logits.shape[-1], logits.device)
-        picks: list[int] = (weights / race).argmax(dim=-1).tolist()
+        picks: list[int] = race_winners(log_p, race).tolist()
         return picks

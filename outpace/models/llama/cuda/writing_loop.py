@@ -8,7 +8,7 @@ text of a draft model, where only throughput counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -18,22 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.arrays import to_device
-from outpace.core.noise import exponential_from_words
+from outpace.core.noise import exponential_from_words, row_words
+from outpace.core.sampling import race_winners
+from outpace.core.types import Request
 from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
 from outpace.models.llama.cuda.pool import Pool
 from outpace.models.llama.cuda.runtime import GraphLlama
 
 CHUNK = 128  # of the vocabulary, for the two steps of top-k
-_LEAST_TEMPERATURE = 1e-6  # of a greedy row: logits are divided by it, and the result is not used
-
-
-class QueuedText(NamedTuple):
-    """A text to write, of at most `most` tokens. `keys` int32 [most, 2]: each token's noise key; None: greedy."""
-
-    prompt: Sequence[int]
-    most: int
-    temperature: float
-    keys: np.ndarray | None
 
 
 class FinishedText(NamedTuple):
@@ -49,9 +41,12 @@ class FinishedText(NamedTuple):
 
 
 class WritingLoop:
-    """Writes up to `rows` texts of at most `length` tokens, prompts included, by a captured model with its own pool."""
+    """Writes up to `rows` texts of at most `length` tokens, prompts included, by a captured model with its own pool.
 
-    def __init__(self, model: GraphLlama, rows: int, length: int, top: int, stop_ids: Sequence[int]) -> None:
+    Requests are greedy or sampled by rule gumbel, without filters and adjustments.
+    """
+
+    def __init__(self, model: GraphLlama, rows: int, length: int, top: int) -> None:
         self.rows, self.length, self.top = rows, length, top
         self._model, device = copy(model), model.device
         self._model.captures = Captures(model.captures.is_eager)
@@ -68,8 +63,6 @@ class WritingLoop:
         self._prompt, self._end = torch.ones(rows, **whole), torch.zeros(rows, **whole)  # an end of 0: the row is free
         self._temperature = torch.ones(rows, device=device)
         self._is_greedy = torch.ones(rows, dtype=torch.bool, device=device)
-        self._stops = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
-        self._stops[to_device(sorted(stop_ids), np.int64, device)] = True
         bits = torch.zeros(rows, 1, WORDS, **whole)
         bits[..., 0] = 1  # a token sees itself and everything before it
         self._inputs = {
@@ -77,7 +70,7 @@ class WritingLoop:
             "depths": torch.zeros(rows, 1, **whole),
             "below": torch.zeros(rows, MOST_PENDING, **whole),
         }
-        self._begun: dict[int, int] = {}  # prompt length by busy row
+        self._begun: dict[int, Request] = {}  # by busy row
 
     @property
     def free(self) -> list[int]:
@@ -85,47 +78,63 @@ class WritingLoop:
         return [row for row in range(self.rows) if row not in self._begun]
 
     @torch.inference_mode()
-    def begin(self, texts: Sequence[tuple[int, QueuedText]]) -> None:
-        if not texts:
+    def begin(self, requests: Sequence[tuple[int, Request]]) -> None:
+        if not requests:
             return
-        device, count = self._texts.device, len(texts)
+        device, count = self._texts.device, len(requests)
         tokens, keys = np.zeros((count, self.length + 1), np.int64), np.zeros((count, self.length + 1, 2), np.int32)
-        for number, (row, text) in enumerate(texts):
-            start = len(text.prompt)
-            tokens[number, :start] = text.prompt
-            if text.keys is not None:
-                keys[number, start : start + len(text.keys)] = text.keys
-            self._begun[row] = start
-        at = to_device([row for row, _ in texts], np.int64, device)
+        for number, (row, request) in enumerate(requests):
+            start, end = len(request.prompt), _end(request)
+            tokens[number, :start] = request.prompt
+            keys[number, start:end] = row_words(request.seed, request.choice, np.arange(start, end))
+            self._begun[row] = request
+        at = to_device([row for row, _ in requests], np.int64, device)
         self._texts[at] = to_device(tokens, np.int64, device)
         self._keys[at] = to_device(keys, np.int32, device)
         self._place[at] = 0
-        self._prompt[at] = to_device([len(text.prompt) for _, text in texts], np.int64, device)
-        self._end[at] = to_device([len(text.prompt) + text.most for _, text in texts], np.int64, device)
-        temperatures = [max(text.temperature, _LEAST_TEMPERATURE) for _, text in texts]
+        self._prompt[at] = to_device([len(request.prompt) for _, request in requests], np.int64, device)
+        self._end[at] = to_device([_end(request) for _, request in requests], np.int64, device)
+        temperatures = [request.sampling.temperature or 1.0 for _, request in requests]
         self._temperature[at] = to_device(temperatures, np.float32, device)
-        self._is_greedy[at] = to_device([text.keys is None for _, text in texts], np.bool_, device)
+        self._is_greedy[at] = to_device([request.sampling.is_greedy for _, request in requests], np.bool_, device)
 
     @torch.inference_mode()
     def run(self, steps: int) -> list[FinishedText]:
-        """Run `steps` steps of all rows; return the texts that finished and free their rows."""
+        """Run `steps` steps of all rows; return the texts that finished and free their rows.
+
+        A text may go on after a stop token until the steps are over; what follows it is dropped.
+        """
         captures, key = self._model.captures, ("loop",)
         tables = self._model._rope.tables
         captures.forget_if_moved(self._model.pool.kv, *tables)
         captures.prepare(key, self._step, self._model.pool.kv, *tables, self._model._hidden, self._texts, self._place)
         for _ in range(steps):
             captures.replay(key)
-        places, ends = torch.stack([self._place, self._end]).tolist()
-        done = [row for row in self._begun if places[row] >= ends[row] - 1]
-        return self._finished(done, ends) if done else []
+        ends = self._ends(steps)
+        return self._finished(ends) if ends else []
 
-    def _finished(self, rows: Sequence[int], ends: Sequence[int]) -> list[FinishedText]:
-        at = to_device(rows, np.int64, self._texts.device)
-        longest = max(ends[row] for row in rows)
+    def _ends(self, steps: int) -> dict[int, int]:
+        """Return where the texts end that finished in the last steps, by row."""
+        back = torch.arange(steps - 1, -1, -1, device=self._place.device)
+        latest = self._texts.gather(1, (self._place[:, None] - back).clamp(min=0)).cpu().numpy()  # [rows, steps]
+        places, found = self._place.tolist(), {}
+        for row, request in self._begun.items():
+            place = places[row]  # of the last token
+            first = max(len(request.prompt), place + 1 - steps)
+            if place >= first:
+                stop = request.until_stop(latest[row, first - place - 1 :].tolist())
+                if stop is not None or place + 1 >= _end(request):
+                    found[row] = place + 1 if stop is None else first + stop
+        return found
+
+    def _finished(self, ends: Mapping[int, int]) -> list[FinishedText]:
+        at = to_device(list(ends), np.int64, self._texts.device)
+        self._end[at] = 0
+        longest = max(ends.values())
         texts, ids, log_p = (part[at, :longest].cpu().numpy() for part in (self._texts, self._ids, self._log_p))
         found = []
-        for number, row in enumerate(rows):
-            answer = slice(self._begun.pop(row), ends[row])
+        for number, (row, end) in enumerate(ends.items()):
+            answer = slice(len(self._begun.pop(row).prompt), end)
             found.append(FinishedText(row, texts[number, answer], ids[number, answer], log_p[number, answer]))
         return found
 
@@ -139,16 +148,19 @@ class WritingLoop:
         after = place + 1
         keys = self._keys.gather(1, after[..., None].expand(-1, 1, 2))[:, 0]
         scaled = torch.log_softmax(logits / self._temperature[:, None], -1)
-        race = torch.exp(scaled - scaled.amax(-1, keepdim=True)) / exponential_from_words(keys, scaled.shape[-1])
-        picked = torch.where(self._is_greedy, logits.argmax(-1), race.argmax(-1))
+        sampled = race_winners(scaled, exponential_from_words(keys, scaled.shape[-1]))
+        picked = torch.where(self._is_greedy, logits.argmax(-1), sampled)
         is_answer, is_live = after[:, 0] >= self._prompt, after[:, 0] < self._end
         token = torch.where(is_answer, picked, self._texts.gather(1, after)[:, 0])
         self._texts.scatter_(1, after, token[:, None])
         self._ids.scatter_(1, after[..., None].expand(-1, 1, self.top), ids[:, None])
         self._log_p.scatter_(1, after[..., None].expand(-1, 1, self.top), log_p[:, None])
-        is_last = is_answer & is_live & self._stops[token]
-        self._end.copy_(torch.where(is_last, after[:, 0] + 1, self._end))
         self._place.add_(is_live)  # finished rows stop
+
+
+def _end(request: Request) -> int:
+    """Return the most tokens of a text, prompt included."""
+    return len(request.prompt) + request.max_tokens
 
 
 def _top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
