@@ -120,6 +120,8 @@ def test_the_answer_continues_a_prefill(run: Run, tiny: Path) -> None:
         (["--drafter", "ngrm"], "did you mean 'ngram'?"),
         (["--drafter", ""], "unknown drafter ''"),
         (["--drafter", "model+recycle"], "drafter 'recycle' was removed: use suffix or ngram"),
+        (["--inflate", "8B"], "option 'inflate' (--inflate) was removed: use bench/gpu.py"),
+        (["--tp-plan", "auto"], "option 'tp_plan' (--tp-plan) was removed: use pp_plan or device_map"),
         (["--drafter", "model"], "needs a draft model"),
         (["--worker", "process", "--method", "speculative"], "method speculative takes no worker: leave out worker"),
         (["--worker", "thread", "--method", "autoregressive"], "method autoregressive takes no worker"),

@@ -158,6 +158,8 @@ def test_unknown_option_names_are_refused(folder: Path) -> None:
         load_model(folder, runtme="llama")
     with pytest.raises(UserError, match="runtme"):
         outpace.load(folder, runtme="llama")
+    with pytest.raises(UserError, match=r"option 'tp_plan' .* was removed: use pp_plan"):
+        outpace.load(folder, tp_plan="auto")
 
 
 def test_every_option_of_a_user_has_a_sentence() -> None:

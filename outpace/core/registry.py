@@ -39,6 +39,8 @@ REMOVED_NAMES = {  # for one release: what to do instead
     ("drafters", "recycle"): "use suffix or ngram, which gain more on each measured kind of text",
     ("flags", "--pack"): "leave it out, a draft is stored whole",
     ("flags", "--unpack"): "name the packed draft, whose embeddings are read from its target, or write it by --gguf",
+    ("flags", "--inflate"): "use bench/gpu.py, which measures a target widened to 8B or 32B",
+    ("flags", "--tp-plan"): "use pp_plan or device_map, which split a model by layers",
 }
 _DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
 
@@ -220,7 +222,9 @@ def check_known(modules: Mapping[str, Any], values: Mapping[str, Any], unnamed: 
 
 def check_kept(name: str, methods: Iterable[str] | None = None) -> None:
     """Raise UserError for an option that was removed from these methods (None: from all that had it), with the value
-    that it has now."""
+    that it has now or what to do instead."""
+    if instead := REMOVED_NAMES.get(("flags", _flag(name))):
+        raise UserError(f"option {name!r} ({_flag(name)}) was removed: {instead}")
     values = FIXED_OPTIONS.get(name, {})
     chosen = values.keys() if methods is None else values.keys() & set(methods)
     if chosen and (methods is not None or not owners(name)):
