@@ -12,7 +12,8 @@ from distill_files import target as target
 
 from outpace.distill import run
 from outpace.distill.batches import read_samples
-from outpace.distill.choice import PLAIN, STEERED_DRAFT, TRAINED, choose_kind, tokens_per_second, verdict
+from outpace.distill.evaluate import PLAIN, STEERED_DRAFT, TRAINED, tokens_per_second, verdict
+from outpace.distill.run import choose_kind
 from outpace.models.heads.steering import FILE as STEERING
 from outpace.models.load import load_draft, load_model
 
@@ -99,8 +100,8 @@ def test_speeds_are_those_of_whole_answers(target: Path, monkeypatch: pytest.Mon
             now[0] += 4 * self.seconds
             return [type("Result", (), {"tokens": [1, 2, 3, 4]})]
 
-    monkeypatch.setattr("outpace.distill.choice.LLM", Stated)
-    monkeypatch.setattr("outpace.distill.choice.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("outpace.distill.evaluate.LLM", Stated)
+    monkeypatch.setattr("outpace.distill.evaluate.time.perf_counter", lambda: now[0])
     assert tokens_per_second(loaded, {TRAINED: draft}, ["a", "b"]) == {PLAIN: 1.0, TRAINED: 2.0}
 
 

@@ -167,7 +167,7 @@ def _write_gguf(run: Path, target: str | None, file: Path) -> None:
 
 def _run(options: DistillOptions, as_json: bool) -> None:
     """Run the requested stages, or the evaluation of a draft, and show the results."""
-    from outpace.distill import choice, report, run
+    from outpace.distill import evaluate, report, run
     from outpace.distill.options import DRAFT, START
     from outpace.distill.progress_display import ProgressDisplay
 
@@ -182,7 +182,7 @@ def _run(options: DistillOptions, as_json: bool) -> None:
     else:
         display.stdout().print(report.table(found))
     if found.tokens_per_second:
-        display.say(choice.verdict(found.tokens_per_second, options.draft))
+        display.say(evaluate.verdict(found.tokens_per_second, options.draft))
     run.save_evaluation(options, found)
     try:
         display.say(f"plot: {run.write_plot(options, found)}")
@@ -200,13 +200,13 @@ def _options(
     device: str,
     seed: int,
 ) -> DistillOptions:
-    from outpace.distill.choice import choose_kind
     from outpace.distill.evaluate import EvaluationOptions
     from outpace.distill.kinds import KINDS, LEARNING_RATES
     from outpace.distill.kinds.standalone import resolve_draft
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
+    from outpace.distill.run import choose_kind
     from outpace.distill.train import TrainOptions
     from outpace.distill.writer import WriterOptions
     from outpace.models.files.find import shipped_model

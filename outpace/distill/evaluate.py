@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -30,6 +31,8 @@ TIMED = 9  # passes, whose median counts
 MIN_ROUNDS = 10  # rounds that must reach a position for its acceptance to be reported
 UNEVEN = 1.5  # ratio of median to minimum above which times count as disturbed
 CONTEXT = 200  # tokens before a timed pass
+PLAIN, TRAINED, STEERED_DRAFT = "plain decoding", "the trained draft", "the trained draft with steering"
+COMPARED, TOKENS = 6, 96  # prompts of the comparison by speed, and most tokens of each answer
 
 
 @dataclass(frozen=True)
@@ -216,3 +219,37 @@ def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return timed
+
+
+def tokens_per_second(
+    target: Loaded, drafts: Mapping[str, Loaded], prompts: Sequence[str], seed: int = 0
+) -> dict[str, float]:
+    """Return the tokens/s of plain decoding and of `--method auto` with each draft: one request at a time, greedy, with
+    prefill.
+
+    The methods take turns at each prompt, after an untimed answer to the first prompt.
+    """
+    encoded = [target.tokenizer.encode_prompt(text) for text in prompts[:COMPARED]]
+    shared: dict[str, Any] = {"batch": 1, "reuse": False}
+    with ExitStack() as stack:
+        llms = {PLAIN: stack.enter_context(LLM(target, None, method="autoregressive", **shared))}
+        for name, draft in drafts.items():
+            llms[name] = stack.enter_context(LLM(target, draft, profile=False, **shared))
+        written, spent = dict.fromkeys(llms, 0), dict.fromkeys(llms, 0.0)
+        for number, prompt in enumerate([encoded[0], *encoded]):
+            for name, llm in llms.items():
+                began = time.perf_counter()
+                [result] = llm.generate([prompt], max_tokens=TOKENS, temperature=0.0, seed=seed)
+                if number:
+                    spent[name] += time.perf_counter() - began
+                    written[name] += len(result.tokens)
+    return {name: round(written[name] / spent[name], 2) for name in llms}
+
+
+def verdict(speeds: Mapping[str, float], draft: str) -> str:
+    """Return one line that says which draft to use. `draft`: path of the trained one."""
+    listed = ", ".join(f"{name} {speed:.4g}" for name, speed in speeds.items())
+    best = max(speeds, key=speeds.__getitem__)
+    ours = dict.fromkeys((TRAINED, STEERED_DRAFT), f"use --draft {draft}")
+    advice = {PLAIN: "use no draft", **ours}.get(best, f"keep {best}")
+    return f"tokens/s by --method auto on held-out prompts: {listed}; {advice}"

@@ -10,13 +10,22 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
-from outpace.distill.choice import STEERED_DRAFT, TRAINED, tokens_per_second
-from outpace.distill.evaluate import Evaluation, evaluate
+from outpace.distill.evaluate import STEERED_DRAFT, TRAINED, Evaluation, evaluate, tokens_per_second
 from outpace.distill.kinds import KINDS, LEARNING_RATES
-from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, target_config, write_draft
+from outpace.distill.kinds.standalone import (
+    VOCAB_FILE,
+    DraftShape,
+    chosen_vocab_ids,
+    draft_config,
+    new_student,
+    save_vocab_ids,
+    target_config,
+    write_draft,
+)
 from outpace.distill.options import DRAFT, START, STEERED, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.packed_target import PackedTarget
 from outpace.distill.progress_display import StageProgress
@@ -26,7 +35,6 @@ from outpace.distill.shards import read_shards
 from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, operations_per_second, read_curve
-from outpace.distill.vocabulary import VOCAB_FILE, chosen_vocab_ids, save_vocab_ids
 from outpace.models.files.cache import new_file
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import is_packed, open_folder, open_source, resolve
@@ -46,6 +54,39 @@ STEERED_SHARE = 0.3  # part of the time for training that a steering gets, if on
 LARGE_VOCAB, REDUCED_VOCAB = 65_536, 16_384
 EVALUATION = "judgement.json"
 UNRECORDED = ("save_every", "seconds")  # training options that do not affect the weights
+
+
+class KindChoice(NamedTuple):
+    """The kind of draft to train, whether to train a steering of it too, and the reason: "" if there was no choice."""
+
+    kind: str
+    steers: bool
+    why: str
+
+
+def choose_kind(out: Path, device: str, target_name: str, is_open: bool = True, is_shaped: bool = False) -> KindChoice:
+    """Choose what to train for the target of this name into the folder `out`.
+
+    `is_open`: whether the kind of a new training is to be chosen; otherwise it is standalone. `is_shaped`: whether
+    flags shape the draft.
+    """
+    state = read_state(out)
+    if (known := state.get("kind")) is not None:
+        return KindChoice(
+            str(known), not is_shaped and state.get("steers") is True, f"{out} holds a training of this kind"
+        )
+    if not is_open:
+        return KindChoice("standalone", False, "")
+    if not device.startswith("cpu"):
+        return KindChoice(
+            "eagle3", False, "a GPU writes enough text for a head, whose draft step is cheap next to a target pass"
+        )
+    if shipped_draft(target_name) is not None:
+        return KindChoice(
+            "steered", False, f"a draft comes with outpace for {target_name}, and steering starts from it"
+        )
+    why = "on a CPU a small model learns most from little text; the target's hidden states may steer it"
+    return KindChoice("standalone", True, why)
 
 
 def distill(options: DistillOptions, progress: StageProgress) -> Evaluation | None:
