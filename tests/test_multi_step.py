@@ -141,7 +141,9 @@ def test_the_likeliest_nodes_are_expanded() -> None:
         pool = [node for node in pool if node not in best]
         chosen += best
         for node in best:
-            tokens, values = state.offers.get(tree.ids[node])
+            offer = state.offers.get(tree.ids[node])
+            assert offer is not None, f"node {node} is not expanded"
+            tokens, values = offer
             total = max(values) + math.log(sum(math.exp(value - max(values)) for value in values))
             for token, value in list(zip(tokens, values, strict=True))[:4]:
                 child = tree.child(node, token)
