@@ -27,10 +27,10 @@ from gluonts.model.seasonal_naive import SeasonalNaivePredictor
 from torch import Tensor
 from torch.distributions import Distribution
 
-from outpace.timeseries.base import PatchModel
-from outpace.timeseries.forecaster import QUANTILES, SHIPPED, Forecaster
-from outpace.timeseries.predictor import ForecasterPredictor
-from outpace.timeseries.transformer import TransformerForecaster
+from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.forecaster import QUANTILES, SHIPPED, Forecaster
+from outpace.studies.timeseries.predictor import ForecasterPredictor
+from outpace.studies.timeseries.transformer import TransformerForecaster
 
 HORIZON, DAY = 96, 96  # quarter hours
 DRAFTED = 3  # patches a round

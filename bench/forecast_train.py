@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from transformers import LlamaConfig
 
-from outpace.timeseries.transformer import PatchTransformer
+from outpace.studies.timeseries.transformer import PatchTransformer
 
 POINTS = 8  # of a patch
 CONTEXT = 112  # most patches of history

@@ -20,7 +20,7 @@ PAGES = {  # file of the repository -> page of the site
     "kernels/README.md": "kernels.md",
     "outpace/drafts/smollm2-135m-instruct/README.md": "draft.md",
     "outpace/drafts/smollm2-135m-instruct/distill.png": "distill.png",
-    "outpace/timeseries/pair/README.md": "forecasters.md",
+    "outpace/studies/timeseries/pair/README.md": "forecasters.md",
     "examples": "examples.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}

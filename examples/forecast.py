@@ -5,7 +5,7 @@ Needs the extra timeseries. Run: python examples/forecast.py
 
 import numpy as np
 
-from outpace.timeseries import Forecaster
+from outpace.studies.timeseries import Forecaster
 
 hours = np.arange(14 * 96) / 4  # two weeks of quarter hours
 load = 50 + 10 * np.sin(2 * np.pi * hours / 24) + np.random.default_rng(0).normal(0, 1, len(hours))

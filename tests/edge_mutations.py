@@ -6,8 +6,8 @@ from mutation_checks import Original
 from part_mutations import mutation
 
 from outpace.core import theory
-from outpace.edge.shares.optimal import _Cells
-from outpace.edge.world import EdgeWorld
+from outpace.studies.edge.shares.optimal import _Cells
+from outpace.studies.edge.world import EdgeWorld
 
 
 def without_floor(shares: Original) -> Original:

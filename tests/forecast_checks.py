@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, StudentT
 
-from outpace.timeseries.base import PatchModel
-from outpace.timeseries.draft_length import FixedLength
-from outpace.timeseries.rules import ExactRule, PatchRule
-from outpace.timeseries.sampling import Paths, PathStats, draw_paths
+from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.draft_length import FixedLength
+from outpace.studies.timeseries.rules import ExactRule, PatchRule
+from outpace.studies.timeseries.sampling import Paths, PathStats, draw_paths
 
 LEVEL = 1e-3
 _NEAR = 800  # draws whose distances are all computed

@@ -11,9 +11,9 @@ from mutation_checks import Mutation, Original
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from outpace.timeseries import rules
-from outpace.timeseries.rules import ExactRule, PatchVerdict
-from outpace.timeseries.transformer import TransformerState
+from outpace.studies.timeseries import rules
+from outpace.studies.timeseries.rules import ExactRule, PatchVerdict
+from outpace.studies.timeseries.transformer import TransformerState
 
 
 def find_in_state() -> str | None:

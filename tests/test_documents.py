@@ -22,7 +22,7 @@ FOLDERS = (
     REPOSITORY,
     REPOSITORY / "docs",
     REPOSITORY / "kernels",
-    REPOSITORY / "outpace" / "timeseries" / "pair",
+    REPOSITORY / "outpace" / "studies" / "timeseries" / "pair",
     *sorted((REPOSITORY / "outpace" / "drafts").iterdir()),
 )
 PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]

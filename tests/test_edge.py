@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from outpace.cli.edge import NetworkFlags
 from outpace.core import theory
 from outpace.core.errors import UserError
-from outpace.edge import associations, channel, link, report, run
-from outpace.edge.acceptance import SHIPPED, judged, read_acceptance
-from outpace.edge.problem import ALONE, Assignment, SlotProblem
-from outpace.edge.settings import EdgeSettings
-from outpace.edge.shares import equal, optimal
-from outpace.edge.world import make_world, mean_wait
+from outpace.studies.edge import associations, channel, link, report, run
+from outpace.studies.edge.acceptance import SHIPPED, judged, read_acceptance
+from outpace.studies.edge.problem import ALONE, Assignment, SlotProblem
+from outpace.studies.edge.settings import EdgeSettings
+from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.world import make_world, mean_wait
 
 RNG = np.random.default_rng
 

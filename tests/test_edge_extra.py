@@ -14,19 +14,19 @@ from commands import run_command
 
 from outpace.core import errors
 from outpace.core.errors import UserError
-from outpace.edge.settings import EdgeSettings
-from outpace.edge.shares import equal, optimal
-from outpace.edge.world import make_world
+from outpace.studies.edge.settings import EdgeSettings
+from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.world import make_world
 
 SMALL = EdgeSettings(devices=24, servers=3, area=500.0)
 
 
 def environment() -> ModuleType:
-    return import_module("outpace.edge.environment")
+    return import_module("outpace.studies.edge.environment")
 
 
 def training() -> ModuleType:
-    return import_module("outpace.edge.training")
+    return import_module("outpace.studies.edge.training")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_pettingzoo_accepts_the_environment() -> None:
 
 @pytest.mark.usefixtures("learned")
 def test_the_reward_is_what_the_shares_save() -> None:
-    from outpace.edge.shares.learned import SPREAD, observe
+    from outpace.studies.edge.shares.learned import SPREAD, observe
 
     cells = environment().CellEnvironment(SMALL, 6, seed=3)
     for seed in range(5):
@@ -83,7 +83,7 @@ def test_a_policy_is_trained_saved_and_used(tmp_path: Path) -> None:
     names = "greedy/equal,greedy/learned"
     code, out, _ = run_command("edge", *network, "--worlds", 2, "--policy", file, "--policies", names)
     assert (code, "greedy/learned" in out, "nan" in out.lower()) == (0, True, False)
-    from outpace.edge.shares.learned import load
+    from outpace.studies.edge.shares.learned import load
 
     given = make_world(SMALL, 5).problem(0, np.zeros(3), np.ones(24))
     server = np.arange(24) % 4 - 1  # some write alone
@@ -99,7 +99,7 @@ def test_a_wrong_policy_file_gets_a_sentence(tmp_path: Path) -> None:
     import gymnasium
     from stable_baselines3 import SAC
 
-    from outpace.edge.shares.learned import load
+    from outpace.studies.edge.shares.learned import load
 
     damaged, other = tmp_path / "damaged.zip", tmp_path / "other.zip"
     damaged.write_bytes(b"PK nothing")
@@ -141,7 +141,7 @@ def test_sionnas_channel_is_like_ours() -> None:
 
 @pytest.mark.usefixtures("sionna")
 def test_coding_stays_below_shannon_and_grows_with_the_channel() -> None:
-    from outpace.edge.sionna_channel import coded_efficiency
+    from outpace.studies.edge.sionna_channel import coded_efficiency
 
     snr_db = np.arange(-6.0, 32.0, 2.0)
     rates = coded_efficiency(snr_db)

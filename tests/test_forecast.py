@@ -17,9 +17,9 @@ from forecast_checks import ToyForecaster
 from test_forecast_models import config, network
 
 from outpace.core.errors import UserError
-from outpace.timeseries.draft_length import AcceptanceLength, FixedLength, MeasuredLength
-from outpace.timeseries.forecaster import Forecaster
-from outpace.timeseries.transformer import PatchTransformer, TransformerForecaster
+from outpace.studies.timeseries.draft_length import AcceptanceLength, FixedLength, MeasuredLength
+from outpace.studies.timeseries.forecaster import Forecaster
+from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 DAY = 96
 pd = pytest.importorskip("pandas")
@@ -415,7 +415,7 @@ def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
     from gluonts.dataset.common import ListDataset
     from gluonts.model.predictor import Predictor
 
-    from outpace.timeseries.predictor import ForecasterPredictor
+    from outpace.studies.timeseries.predictor import ForecasterPredictor
 
     start = pd.Period("2024-03-01", freq="15min")
     data = ListDataset(
@@ -432,5 +432,5 @@ def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
 
 def test_without_its_extra_the_library_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.core.errors.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"outpace\.timeseries needs the extra timeseries: `pip install"):
-        importlib.reload(sys.modules["outpace.timeseries"])
+    with pytest.raises(UserError, match=r"outpace\.studies\.timeseries needs the extra timeseries: `pip install"):
+        importlib.reload(sys.modules["outpace.studies.timeseries"])

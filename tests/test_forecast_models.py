@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import LlamaConfig, TimesFm2_5Config, TimesFm2_5ModelForPrediction
 
 from outpace.core.errors import UserError
-from outpace.timeseries.base import PatchModel
-from outpace.timeseries.draft_length import FixedLength
-from outpace.timeseries.point import PointForecaster, timesfm
-from outpace.timeseries.rules import ExactRule
-from outpace.timeseries.sampling import PathStats, draw_paths
-from outpace.timeseries.transformer import PatchTransformer, TransformerForecaster
+from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.draft_length import FixedLength
+from outpace.studies.timeseries.point import PointForecaster, timesfm
+from outpace.studies.timeseries.rules import ExactRule
+from outpace.studies.timeseries.sampling import PathStats, draw_paths
+from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 POINTS = 4
 

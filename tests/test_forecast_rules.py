@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, Normal, Uniform
 
 from outpace.core.errors import UserError
-from outpace.timeseries import rules
-from outpace.timeseries.rules import ExactRule, StrideRule
+from outpace.studies.timeseries import rules
+from outpace.studies.timeseries.rules import ExactRule, StrideRule
 
 CASES = list(itertools.product(("gaussian", "student"), (0.25, 0.5, 1.0, 2.0), (1, 16), (1.0, 1.3)))
 SHORT = [("gaussian", 1.0, 1, 1.0), ("gaussian", 0.5, 16, 1.3), ("student", 2.0, 16, 1.0)]

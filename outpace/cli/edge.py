@@ -15,7 +15,7 @@ from outpace.cli.options import JSON
 from outpace.core.errors import UserError, check_range, check_whole, require
 
 if TYPE_CHECKING:
-    from outpace.edge.settings import EdgeSettings
+    from outpace.studies.edge.settings import EdgeSettings
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def edge(
     as_json: bool = JSON,
 ) -> None:
     """Show which devices should draft for which servers, and whether drafting on a device pays."""
-    from outpace.edge.acceptance import read_acceptance
+    from outpace.studies.edge.acceptance import read_acceptance
 
     rates = read_acceptance(acceptance)
     check_whole("seed", study.seed, 0, 2**31)
@@ -115,14 +115,14 @@ def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
     check_range("train-minutes", study.train_minutes, 0.001, 10_000.0)
     if file.suffix != ".zip":
         raise UserError(f"--train is {file}, its name must end with .zip")
-    train = import_module("outpace.edge.training").train  # needs the extra
+    train = import_module("outpace.studies.edge.training").train  # needs the extra
     with display.loading_bar() as bar:
         train(settings, file, study.train_minutes, study.seed, lambda done: bar("training", done))
     display.say(f"wrote {file}: compare it with --policy {file}")
 
 
 def _settings(network: NetworkFlags, rates: tuple[float, ...]) -> EdgeSettings:
-    from outpace.edge.settings import EdgeSettings
+    from outpace.studies.edge.settings import EdgeSettings
 
     text = network.draft_length
     try:
@@ -134,7 +134,7 @@ def _settings(network: NetworkFlags, rates: tuple[float, ...]) -> EdgeSettings:
 
 
 def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> None:
-    from outpace.edge.link import OneLink, advice, choices
+    from outpace.studies.edge.link import OneLink, advice, choices
 
     if given.device_step is None or given.server_pass is None:
         raise UserError("rtt and device-pass need device-step and server-pass, which go together: name both")
@@ -152,11 +152,11 @@ def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> Non
 
 
 def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> None:
-    from outpace.edge import report, run
+    from outpace.studies.edge import report, run
 
     learned = None
     if study.policy is not None:
-        from outpace.edge.shares.learned import load
+        from outpace.studies.edge.shares.learned import load
 
         learned = load(study.policy)
     default = [*run.DEFAULT, *(["move/learned"] if learned else [])]
@@ -177,7 +177,7 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
         for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
             display.print_sentence(sentence)
     if study.plot is not None:
-        from outpace.edge.plot import plot
+        from outpace.studies.edge.plot import plot
 
         sizes = [f"{getattr(settings, name)} {name}" for name in ("devices", "servers") if name not in points[0]]
         plot(found, ", ".join([*sizes, f"{study.worlds} worlds", f"channel {settings.channel}"]), study.plot)

@@ -17,8 +17,8 @@ from outpace.cli.options import JSON, use_threads
 from outpace.core.errors import UserError, require
 
 if TYPE_CHECKING:
-    from outpace.timeseries.forecaster import Forecaster, SampledForecast
-    from outpace.timeseries.frames import TimeSeries
+    from outpace.studies.timeseries.forecaster import Forecaster, SampledForecast
+    from outpace.studies.timeseries.frames import TimeSeries
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def forecast(
     _check_columns(file, [columns.time, columns.value, *([columns.series] if columns.series is not None else [])])
     check_plot("--plot", plot)
     use_threads(models.threads)
-    from outpace.timeseries.forecaster import QUANTILES, Forecaster
-    from outpace.timeseries.frames import read_csv, to_frame
+    from outpace.studies.timeseries.forecaster import QUANTILES, Forecaster
+    from outpace.studies.timeseries.frames import read_csv, to_frame
 
     dials = {"bias": models.bias, "tolerance": models.tolerance}
     forecaster = Forecaster.load(
@@ -94,7 +94,7 @@ def forecast(
         sys.stdout.flush()
         display.say(_sentence(forecaster, found))
     if plot is not None:
-        from outpace.timeseries.plot import MAX_PANELS, draw
+        from outpace.studies.timeseries.plot import MAX_PANELS, draw
 
         draw(plot, series, found, forecaster.target.patch_length, truths)
         part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
@@ -129,7 +129,7 @@ def _summary(forecaster: Forecaster, found: SampledForecast, seed: int | None) -
 
 
 def _as_json(one: TimeSeries, quantiles: Any, means: Any) -> dict[str, Any]:
-    from outpace.timeseries.forecaster import QUANTILES
+    from outpace.studies.timeseries.forecaster import QUANTILES
 
     levels = {str(level): quantiles[:, at].tolist() for at, level in enumerate(QUANTILES)}
     times = [time.isoformat() for time in one.next_times(len(means))]

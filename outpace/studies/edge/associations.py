@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outpace.edge.problem import ALONE, SlotProblem
+from outpace.studies.edge.problem import ALONE, SlotProblem
 
 Associate = Callable[[SlotProblem, np.random.Generator], np.ndarray]
 LEAST_GAIN = 1e-9  # relative, so that rounding ends the search

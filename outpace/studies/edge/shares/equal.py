@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outpace.edge.problem import Assignment, SlotProblem
+from outpace.studies.edge.problem import Assignment, SlotProblem
 
 
 def divide(problem: SlotProblem, server: np.ndarray) -> Assignment:

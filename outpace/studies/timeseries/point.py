@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from outpace.core.errors import UserError, check_range, check_whole
-from outpace.timeseries.base import PatchModel
+from outpace.studies.timeseries.base import PatchModel
 
 Forecast = Callable[[Sequence[Tensor]], Tensor]
 

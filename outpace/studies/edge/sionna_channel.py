@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import require
-from outpace.edge.channel import received_snr_db, shannon
-from outpace.edge.settings import EdgeSettings
+from outpace.studies.edge.channel import received_snr_db, shannon
+from outpace.studies.edge.settings import EdgeSettings
 
 HEIGHTS = {"umi": 10.0, "uma": 25.0}  # of the servers in metres, TR 38.901
 DEVICE_HEIGHT = 1.5

@@ -20,12 +20,12 @@ from gymnasium.spaces import Box
 from pettingzoo import ParallelEnv
 
 from outpace.core.errors import UserError
-from outpace.edge.associations import max_sinr
-from outpace.edge.problem import SlotProblem
-from outpace.edge.settings import EdgeSettings
-from outpace.edge.shares import equal
-from outpace.edge.shares.learned import LIMIT, OBSERVATIONS, SCORES, from_scores, observe
-from outpace.edge.world import make_world
+from outpace.studies.edge.associations import max_sinr
+from outpace.studies.edge.problem import SlotProblem
+from outpace.studies.edge.settings import EdgeSettings
+from outpace.studies.edge.shares import equal
+from outpace.studies.edge.shares.learned import LIMIT, OBSERVATIONS, SCORES, from_scores, observe
+from outpace.studies.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
 MAX_DRAWS = 50 * CELLS_PER_WORLD

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.timeseries.base import PatchModel
-from outpace.timeseries.draft_length import MAX_LENGTH, AcceptanceLength, DraftLength, FixedLength, MeasuredLength
-from outpace.timeseries.rules import ExactRule, PatchRule, StrideRule
-from outpace.timeseries.sampling import PathStats, draw_paths
+from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.draft_length import (
+    MAX_LENGTH,
+    AcceptanceLength,
+    DraftLength,
+    FixedLength,
+    MeasuredLength,
+)
+from outpace.studies.timeseries.rules import ExactRule, PatchRule, StrideRule
+from outpace.studies.timeseries.sampling import PathStats, draw_paths
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +88,7 @@ class Forecaster:
     def load(cls, target: str | Path | None = None, draft: str | Path | None = None, **options: Any) -> Forecaster:
         """Load folders that bench/forecast_train.py wrote; by default the shipped pair. A target that is
         named has no draft unless one is named too."""
-        from outpace.timeseries.transformer import TransformerForecaster
+        from outpace.studies.timeseries.transformer import TransformerForecaster
 
         if target is None:
             target, draft = SHIPPED / "target", SHIPPED / "draft" if draft is None else draft
@@ -124,7 +130,7 @@ class Forecaster:
         target: str = "target",
     ) -> pd.DataFrame:
         """Return the mean and the quantiles of each series' next values, one row for each series and time."""
-        from outpace.timeseries.frames import split_series, to_frame
+        from outpace.studies.timeseries.frames import split_series, to_frame
 
         series = split_series(df, timestamp_column, target, id_column, self.target.frequencies)
         values = [one.values for one in series]

@@ -10,7 +10,7 @@ from typing import Any
 from outpace.core.errors import UserError, check_range
 from outpace.models.files.reading import read_json
 
-SHIPPED = Path(__file__).parents[1] / "drafts" / "smollm2-135m-instruct" / "judgement.json"
+SHIPPED = Path(__file__).parents[2] / "drafts" / "smollm2-135m-instruct" / "judgement.json"
 
 
 def read_acceptance(text: str) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from outpace.edge.run import ALONE_POLICY, BASELINE, BOUNDS, SERVER_ALONE, PolicySummary
+from outpace.studies.edge.run import ALONE_POLICY, BASELINE, BOUNDS, SERVER_ALONE, PolicySummary
 
 COLUMNS = ("policy", "ms per token", "p95", "mJ", "cut, %")
 Point = Mapping[str, float]

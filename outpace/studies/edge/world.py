@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core import theory
-from outpace.edge.channel import Channel, PathLossChannel
-from outpace.edge.problem import SlotProblem
-from outpace.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
+from outpace.studies.edge.channel import Channel, PathLossChannel
+from outpace.studies.edge.problem import SlotProblem
+from outpace.studies.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
 
 TOKEN_BITS = 17  # the id of a token in a vocabulary of up to 131,072
 
@@ -95,7 +95,7 @@ def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
 def _open_channel(settings: EdgeSettings, rng: np.random.Generator) -> Channel:
     if settings.channel == "3gpp":
         return PathLossChannel(settings, rng)
-    from outpace.edge.sionna_channel import SionnaChannel
+    from outpace.studies.edge.sionna_channel import SionnaChannel
 
     return SionnaChannel(settings, rng)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from outpace.timeseries.base import PatchModel
-from outpace.timeseries.draft_length import MAX_LENGTH, DraftLength
-from outpace.timeseries.rules import PatchRule, check_finite
+from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.draft_length import MAX_LENGTH, DraftLength
+from outpace.studies.timeseries.rules import PatchRule, check_finite
 
 _LEAVE = 0.25  # fraction of rows that must be finished before they are removed from the batch
 

@@ -16,7 +16,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 
 from outpace.core.errors import UserError
-from outpace.edge.settings import EdgeSettings
+from outpace.studies.edge.settings import EdgeSettings
 
 from .environment import CellEnvironment
 

@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from outpace.core.errors import UserError
-from outpace.timeseries.forecaster import SampledForecast
-from outpace.timeseries.frames import TimeSeries
+from outpace.studies.timeseries.forecaster import SampledForecast
+from outpace.studies.timeseries.frames import TimeSeries
 
 MAX_PANELS = 6
 _SHOWN_HISTORY = 3  # in lengths of the forecast

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.errors import require
-from outpace.timeseries.forecaster import Forecaster
+from outpace.studies.timeseries.forecaster import Forecaster
 
 try:
     from gluonts.dataset.util import forecast_start

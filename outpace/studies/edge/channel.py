@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outpace.edge.settings import EdgeSettings
+from outpace.studies.edge.settings import EdgeSettings
 
 SERVER_HEIGHT, DEVICE_HEIGHT, ENVIRONMENT_HEIGHT = 10.0, 1.5, 1.0  # metres
 SHADOW_DB = {"line of sight": 4.0, "blocked": 7.82}  # standard deviation of shadowing

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.edge.report import best_policy
-from outpace.edge.run import PolicySummary
+from outpace.studies.edge.report import best_policy
+from outpace.studies.edge.run import PolicySummary
 
 Found = Sequence[tuple[Mapping[str, float], Sequence[PolicySummary]]]
 MAX_PANELS = 6

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.edge.associations import ASSOCIATIONS, Associate
-from outpace.edge.problem import Assignment, DeviceFigures, SlotProblem
-from outpace.edge.settings import SWEPT, EdgeSettings
-from outpace.edge.shares import equal, optimal
-from outpace.edge.world import EdgeWorld, make_world
+from outpace.studies.edge.associations import ASSOCIATIONS, Associate
+from outpace.studies.edge.problem import Assignment, DeviceFigures, SlotProblem
+from outpace.studies.edge.settings import SWEPT, EdgeSettings
+from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.world import EdgeWorld, make_world
 
 BASELINE = "max-sinr/equal"
 ALONE_POLICY = "alone/equal"  # each device has both models

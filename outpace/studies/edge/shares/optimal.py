@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from outpace.edge.problem import ALONE, Assignment, SlotProblem
+from outpace.studies.edge.problem import ALONE, Assignment, SlotProblem
 
 ShareFunction = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 ROUNDS = 42  # bisection steps; each halves the range of a price's logarithm

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from outpace.core.errors import UserError, require
-from outpace.edge.problem import ALONE, Assignment, SlotProblem
+from outpace.studies.edge.problem import ALONE, Assignment, SlotProblem
 
 OWN = 4  # features of a device
 OBSERVATIONS = 2 * OWN + 1  # also their means over the cell, and the number of devices
