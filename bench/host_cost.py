@@ -22,8 +22,10 @@ from outpace.card.loop import DraftLoop, Open, SetDirectives
 from outpace.core.drafting import BuildContext
 from outpace.core.logits import SparseLogits
 from outpace.core.types import Request, Verdict
-from outpace.decoders import Auto, Autoregressive, Card, Speculative
-from outpace.decoders.card import directives
+from outpace.decoders.auto import Auto
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card, directives
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, Session

@@ -27,7 +27,9 @@ from host_cost import VOCAB, TableModel
 from outpace.core.drafting import BuildContext
 from outpace.core.logits import SparseLogits
 from outpace.core.types import Request
-from outpace.decoders import Auto, Autoregressive, Speculative
+from outpace.decoders.auto import Auto
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence

@@ -32,7 +32,7 @@ from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.stats import RoundStats, RunStats, summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request, Row
-from outpace.decoders import Autoregressive
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from outpace.core.types import Request
-from outpace.decoders import Autoregressive
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.engine.engine import Engine
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import TokenSequence

@@ -21,7 +21,8 @@ from outpace.core.sampling import Sampling
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
 from outpace.core.types import Adjustments, Capabilities, Drafter, DraftState, Request, Rule, Source
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.drafters._children import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions

@@ -28,7 +28,8 @@ from twins import WIDE, answer_all, nearly, write_slowly
 
 from outpace.core import noise
 from outpace.core.types import LogprobsOptions
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence

@@ -19,7 +19,7 @@ from doubles import SMALL, QuickToy, collect_warnings, make_drafter, make_reques
 from light import SECONDS, Lookup, build_failing
 
 from outpace.card.worker import DraftWorker
-from outpace.decoders import Card
+from outpace.decoders.card import Card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 

@@ -13,7 +13,7 @@ from test_planner import place_of
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
-from outpace.decoders import Auto
+from outpace.decoders.auto import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
 

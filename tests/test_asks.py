@@ -8,8 +8,9 @@ from doubles import QuickToy, decoder_of, make_drafter, make_request, write
 
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Request, Verify
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.base import DecoderGenerator, RequestContext
+from outpace.decoders.speculative import Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 

@@ -41,7 +41,7 @@ from outpace.card.thread import ThreadWorker
 from outpace.card.worker import ObservedModel
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Request
-from outpace.decoders import Card
+from outpace.decoders.card import Card
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part
 

@@ -19,7 +19,8 @@ from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import TargetOutput
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Card, Speculative
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Part

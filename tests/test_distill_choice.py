@@ -14,7 +14,7 @@ from outpace.distill import run
 from outpace.distill.batches import read_samples
 from outpace.distill.evaluate import PLAIN, STEERED_DRAFT, TRAINED, tokens_per_second, verdict
 from outpace.distill.run import choose_kind
-from outpace.models.heads.steering import FILE as STEERING
+from outpace.models.heads.config import STEERING
 from outpace.models.load import load_draft, load_model
 
 SHIPPED = "SmolLM2-135M-Instruct"

@@ -19,7 +19,9 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation
-from outpace.decoders import Autoregressive, Card, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import layer_skip, model, ouroboros
 from outpace.drafters._composite import DraftSelector, SharedTree
 from outpace.drafters.layer_skip import Sublayers

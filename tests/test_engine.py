@@ -26,7 +26,9 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request, Row, Verify
-from outpace.decoders import Autoregressive, Card, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.drafters.model import ModelDrafter
 from outpace.drafters.model import Options as ModelOptions
 from outpace.drafters.ngram import NgramDrafter
@@ -304,7 +306,7 @@ def test_a_program_that_never_closes_its_engine_still_ends() -> None:
     program = """
 from outpace.card.thread import ThreadWorker
 from outpace.core.types import Request
-from outpace.decoders import Card
+from outpace.decoders.card import Card
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine
 from toy import Toy

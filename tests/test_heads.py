@@ -41,7 +41,7 @@ from outpace.models.heads import files as head_files
 from outpace.models.heads import load as load_heads
 from outpace.models.heads import native as native_heads
 from outpace.models.heads.config import head_kind
-from outpace.models.heads.load import target_of_head
+from outpace.models.heads.files import target_of_head
 from outpace.models.llama.native import runtime as native_runtime
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded

@@ -26,7 +26,7 @@ from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Adjustments
-from outpace.decoders import Speculative
+from outpace.decoders.speculative import Speculative
 from outpace.engine.engine import Engine
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.rules.judge import FILE, Judge, JudgedNode, JudgeFile

@@ -22,7 +22,8 @@ from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import layer_skip
 from outpace.drafters.layer_skip import (
     LayerSkipDrafter,

@@ -23,9 +23,9 @@ from test_lossy_rules import cascade_chances
 from outpace.core.distribution import TokenDistribution
 from outpace.core.errors import UserError
 from outpace.core.tree import DrawnChildren, TokenTree
-from outpace.decoders import Bild, Speculative
 from outpace.decoders._lengths import Confidence, Expected, Heuristic
-from outpace.decoders.speculative import LENGTHS
+from outpace.decoders.bild import Bild
+from outpace.decoders.speculative import LENGTHS, Speculative
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import EngineOptions
 

@@ -20,7 +20,10 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.card.inline import InlineWorker
 from outpace.core.types import LogprobsOptions, Request
-from outpace.decoders import Auto, Autoregressive, Card, Speculative
+from outpace.decoders.auto import Auto
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import StopCheck, TokenSequence
 from outpace.models.base import Model, Part, chain

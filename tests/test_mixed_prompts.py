@@ -12,7 +12,8 @@ import pytest
 from doubles import QuickToy, make_request, make_rule
 
 from outpace.core.types import Drafter, Request
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence

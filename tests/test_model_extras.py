@@ -20,7 +20,8 @@ from torch import Tensor
 from outpace.core.drafting import Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.decoders import Autoregressive, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.speculative import Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Capability, Model, Part, chain
 from outpace.models.hf.load import adapt

@@ -18,7 +18,8 @@ from passes import NATIVE_TINIES, native_tiny, of_layers, random_parents, text
 
 from outpace.core.drafting import BuildContext
 from outpace.core.types import Adjustments, Request
-from outpace.decoders import Auto, Speculative
+from outpace.decoders.auto import Auto
+from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
 from outpace.drafters import ngram
 from outpace.drafters._composite import SharedTree

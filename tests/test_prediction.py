@@ -17,7 +17,7 @@ import outpace
 from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.decoders import Autoregressive
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.drafters import grammar, ngram, prediction
 from outpace.drafters._composite import SharedTree
 from outpace.engine.engine import Engine, EngineOptions

@@ -41,7 +41,9 @@ import outpace
 from outpace.card.cache import CandidateCache
 from outpace.card.process import DraftProcessError, ProcessWorker, picklable_error
 from outpace.core.errors import UserError
-from outpace.decoders import Card, Pearl, Ssd
+from outpace.decoders.card import Card
+from outpace.decoders.pearl import Pearl
+from outpace.decoders.ssd import Ssd
 from outpace.engine.build import BuildOptions, build_engine
 from outpace.engine.engine import Engine
 from outpace.models.base import Part

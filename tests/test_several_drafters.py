@@ -22,7 +22,10 @@ from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, Request, Source
-from outpace.decoders import Auto, Autoregressive, Card, Speculative
+from outpace.decoders.auto import Auto
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.engine.build import _rebuild_drafter
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence

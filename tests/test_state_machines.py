@@ -32,7 +32,9 @@ from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX, Role, TokenTree
 from outpace.core.types import Request, Verdict
-from outpace.decoders import Autoregressive, Card, Speculative
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, chain

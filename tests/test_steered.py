@@ -31,7 +31,8 @@ from outpace.drafters import build_drafter
 from outpace.drafters._tree_expander import tokens_below_root
 from outpace.drafters.steered import SteeredExpander
 from outpace.models.heads import steering
-from outpace.models.heads.steering import DELTA, FC, FILE, NORM, NORM_BIAS, Steering
+from outpace.models.heads.config import STEERING
+from outpace.models.heads.steering import DELTA, FC, NORM, NORM_BIAS, Steering
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 from outpace.rules.greedy import Greedy
@@ -50,7 +51,7 @@ def write_steering(draft: Path, size: float, **metadata: str) -> None:
     shapes = {FC: (width, len(TAPS) * width), NORM: (width,), NORM_BIAS: (width,), DELTA: (outputs, width)}
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tensors[DELTA] *= size
-    save_file(tensors, draft / FILE, {"taps": "1,3,4"} | metadata)
+    save_file(tensors, draft / STEERING, {"taps": "1,3,4"} | metadata)
 
 
 def write_pair(folder: Path, changes: dict[str, Any]) -> DistillOptions:
@@ -308,7 +309,7 @@ def test_paused_requests_are_steered_on(folder: Path) -> None:
 def trained(folder: Path) -> DistillOptions:
     """A run after text and training, on top of a draft that was not trained."""
     plain = folder / "plain" / "untrained"
-    shutil.copytree(folder / "plain" / "draft", plain, ignore=shutil.ignore_patterns(FILE))
+    shutil.copytree(folder / "plain" / "draft", plain, ignore=shutil.ignore_patterns(STEERING))
     base = settings(folder / "target" / "model", folder / "out", kind="steered", taps=TAPS, tokens=3000)
     train = replace(base.train, tokens=6000, learning_rate=1e-2)
     options = replace(base, train=train, shape=kind.shape_from_options("3", str(plain), 0, None))
@@ -353,7 +354,7 @@ def test_training_goes_on_from_a_steered_draft(trained: DistillOptions, tmp_path
     again.out.mkdir()
     (again.out / "text").symlink_to(trained.out / "text")
     distill(replace(again, train=replace(again.train, tokens=200, learning_rate=1e-4)), silent)
-    before, after = (load_file(one / FILE) for one in (draft, again.out / "draft"))
+    before, after = (load_file(one / STEERING) for one in (draft, again.out / "draft"))
     assert 0 < (before[DELTA] - after[DELTA]).abs().max() < 0.01
     with pytest.raises(UserError, match="reads the layers 1,3,4, not 1,3: name --taps 1,3,4"):
         distill(replace(again, taps=(1, 3)), silent)
@@ -361,10 +362,10 @@ def test_training_goes_on_from_a_steered_draft(trained: DistillOptions, tmp_path
 
 def refusals(draft: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What each refusal says, and the change of a good folder that brings it about."""
-    tensors, metadata = load_file(draft / FILE), {"taps": "1,3,4"}
+    tensors, metadata = load_file(draft / STEERING), {"taps": "1,3,4"}
 
     def write(changes: dict[str, Any], **more: str) -> Callable[[], None]:
-        return lambda: save_file({**tensors, **changes}, draft / FILE, metadata | more)
+        return lambda: save_file({**tensors, **changes}, draft / STEERING, metadata | more)
 
     for name in ("tokenizer", "template", "weights"):
         yield f"a target with another {name} than .*: {name} others, not", write({}, **{name: "others"})
@@ -376,7 +377,7 @@ def refusals(draft: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     half = tensors[DELTA][: len(tensors[DELTA]) // 2].contiguous()
     yield "'delta.weight' has shape", write({DELTA: half})
     yield "holds values that are not finite", write({NORM: tensors[NORM] * torch.inf})
-    yield "is not a whole safetensors file", lambda: (draft / FILE).write_bytes(b"torn")
+    yield "is not a whole safetensors file", lambda: (draft / STEERING).write_bytes(b"torn")
 
 
 def test_a_steering_that_does_not_fit_is_refused_by_name(folder: Path, tmp_path: Path) -> None:

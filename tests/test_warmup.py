@@ -12,7 +12,7 @@ from engine_runs import finish, submit
 from test_library import folder
 
 import outpace
-from outpace.decoders import Auto
+from outpace.decoders.auto import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up

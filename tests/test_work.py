@@ -32,7 +32,7 @@ from outpace.core.types import (
     TokenLogprobs,
     Verify,
 )
-from outpace.decoders import Auto
+from outpace.decoders.auto import Auto
 from outpace.decoders.base import DecoderGenerator, RequestContext
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions

@@ -10,7 +10,7 @@ import pytest
 from doubles import make_request
 from test_work import Counted
 
-from outpace.decoders import Autoregressive
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 
 WORK: Counter[str] = Counter()

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
@@ -27,13 +28,14 @@ from outpace.decoders.base import Decoder
 from outpace.engine.build import AUTO, RequestChoices, build_engine, resolve
 from outpace.engine.options import BuildOptions
 from outpace.engine.warmup import warm_up
-from outpace.grammar.compiler import Grammars
+from outpace.models.files.tokenizer_folder import Thought
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 from outpace.planning.profile import Profile, subject
-from outpace.tools.call_grammar import after_thought, thought_rules
-from outpace.tools.reasoning import Thought
+
+if TYPE_CHECKING:
+    from outpace.grammar.compiler import Grammars
 
 _SIMILARITY = 0.8  # of a misspelt name to the one that is suggested
 
@@ -95,7 +97,6 @@ class LLM(AbstractContextManager["LLM"]):
         options = replace(options or LoadOptions(), **loading)
         self.target, self.draft = load_pair(target, draft, options, build, tokenizer=tokenizer, progress=progress)
         self.tokenizer = self.target.tokenizer
-        self.grammars = Grammars(self.tokenizer)
         learns = build.method == "auto" and build.profile and not build.is_remote
         self._profile = Profile(subject(self.target, self.draft)) if learns else None
         build = resolve(build, self.target, self.draft, self._profile.method if self._profile else None)
@@ -125,6 +126,13 @@ class LLM(AbstractContextManager["LLM"]):
         """Sentences about the target and the draft for their users, such as which fields of a file were ignored."""
         loaded = [one for one in (self.target, self.draft) if one is not None]
         return [f"{one.name}: {one.notice}" for one in loaded if one.notice]
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The compiler of structures, created for the first structured answer."""
+        from outpace.grammar.compiler import Grammars
+
+        return Grammars(self.tokenizer)
 
     def compile(self, params: SamplingParams) -> None:
         """Compile the grammar of these parameters in advance; UserError if it cannot be enforced."""
@@ -286,6 +294,8 @@ class LLM(AbstractContextManager["LLM"]):
         tokens = tokens_of(prompt, self.tokenizer)
         structure, thought = params.structure, thought_before(prompt, tokens, params, self.tokenizer)
         if structure and thought is not Thought.NONE:
+            from outpace.tools.call_grammar import after_thought, thought_rules  # for structured answers only
+
             structure = after_thought(structure, thought_rules(self.tokenizer, thought.is_open))
         chosen = self._choices.choose(
             params.sampling,

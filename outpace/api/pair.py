@@ -16,7 +16,6 @@ from outpace.engine.options import BuildOptions
 from outpace.models.devices import check_pair
 from outpace.models.files.find import locate, shipped_model
 from outpace.models.files.pairs import NO_DRAFT, shipped_draft
-from outpace.models.heads.load import target_of_head
 from outpace.models.load import Progress, check_tokens, find_head, fit_draft, load_draft, load_model, open_draft, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
@@ -40,6 +39,8 @@ def load_pair(
     has_default = draft is None
     draft = None if draft == NO_DRAFT else draft
     if target is None and (head := find_head(draft, progress)) is not None:
+        from outpace.models.heads.files import target_of_head
+
         target = target_of_head(head)
     if isinstance(target, Loaded) and (draft is None or isinstance(draft, Loaded)):
         _refuse_load_options(options, tokenizer)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outpace.core.arrays import to_python
-from outpace.core.constraints import BannedText, Constraint
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Rule
-from outpace.grammar.structure import Structure
-from outpace.grammar.structure import read_structure as read_structure
+
+if TYPE_CHECKING:
+    from outpace.core.constraints import BannedText, Constraint
+    from outpace.grammar.structure import Structure
 
 LOGPROBS_MODES = ("raw", "processed")
 
@@ -127,6 +128,10 @@ class SamplingParams:
     @property
     def structure(self) -> Structure | None:
         """The grammar that the text must follow, None for free text."""
+        if self.response_format is None and self.structured_outputs is None:
+            return None
+        from outpace.grammar.structure import read_structure
+
         return read_structure(self.response_format, self.structured_outputs)
 
     @property

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outpace.api.params import SamplingParams
 from outpace.api.prompts import ChatPrompt, Prompt, chat_prompt_of
 from outpace.core.types import TokenLogprobs
-from outpace.grammar.structure import Structure
-from outpace.models.text.template_form import text_of
-from outpace.models.text.text_stream import TextStream
-from outpace.models.text.thought_marks import THINK
+from outpace.models.text.text_stream import TextStream, held_back
+from outpace.models.text.thought_marks import THINK, Thought
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.call_scanners import held_back
-from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_of
+
+if TYPE_CHECKING:
+    from outpace.tools.reasoning import ReasoningParser
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,8 @@ class TextAssembler:
         """Return a piece with its text, and separately the thought in it."""
         if self._thoughts is None:
             return Piece(text, tokens, is_draft)
+        from outpace.tools.reasoning import ThoughtDelta
+
         deltas = [*self._thoughts.push(text), *(self._thoughts.finish() if is_last else ())]
         thought = "".join(delta.text for delta in deltas if isinstance(delta, ThoughtDelta))
         answer = "".join(delta.text for delta in deltas if not isinstance(delta, ThoughtDelta))
@@ -167,7 +169,13 @@ def thought_before(
     whole grammar, which may have its own rules for thoughts. `tokens`: those of the prompt.
     """
     conversation = chat_prompt_of(prompt)
-    if conversation is None or not params.skip_special_tokens or isinstance(params.structured_outputs, Structure):
+    if conversation is None or not params.skip_special_tokens:
+        return Thought.NONE
+    from outpace.grammar.structure import Structure
+    from outpace.models.text.template_form import text_of
+    from outpace.tools.reasoning import thought_of
+
+    if isinstance(params.structured_outputs, Structure):
         return Thought.NONE
     continued = text_of(conversation.messages[-1].get("content")) if conversation.continues else ""
     return thought_of(tokenizer, tokens, continued)
@@ -189,5 +197,7 @@ def assembler_of(params: SamplingParams, tokenizer: Tokenizer, thought: Thought 
         return TextAssembler(tokenizer.stream(params.skip_special_tokens), stops, hidden, params.min_tokens)
     # Marks that are special tokens must be in the text from which thoughts are taken, and no other special tokens.
     hidden |= tokenizer.special_ids - tokenizer.thought_ids
+    from outpace.tools.reasoning import ReasoningParser
+
     parser = ReasoningParser(thought, tokenizer.thought_marks or THINK)
     return TextAssembler(tokenizer.stream(skip_special=False), stops, hidden, params.min_tokens, parser)

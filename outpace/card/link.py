@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from outpace.core.drafting import SCHEMES
 from outpace.core.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from outpace.card.wire import Identity
 
 T = TypeVar("T")
-SCHEMES = ("grpc", "grpcs")
 SERVICE = "outpace.v1.Drafting"
 _LATE = "nothing was sent or read in time"
 NO_HELLO = "the first message of a stream must be a hello"
@@ -72,11 +72,6 @@ class Address(NamedTuple):
 
     def __repr__(self) -> str:
         return str(self)  # without the key
-
-
-def is_address(text: Any) -> bool:
-    """Return whether a text is an address of another machine, by its scheme."""
-    return isinstance(text, str) and text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 def read_address(text: str) -> Address:

@@ -182,6 +182,7 @@ class ModelFlags:
         from outpace.card.link import check_reachable, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
+        from outpace.core.drafting import is_address
         from outpace.models.files.find import short_name
         from outpace.models.load import known_draft
 
@@ -257,7 +258,7 @@ def open_any(
 ) -> LLM | RemoteTarget:
     """Load the models, or the draft alone for a target on another machine (--target grpc://HOST:PORT). With `is_chat`
     the target needs a chat template, which is checked first."""
-    from outpace.card.link import is_address
+    from outpace.core.drafting import is_address
     from outpace.models.load import check_chat_template
 
     if is_address(model.target):

@@ -1,4 +1,5 @@
-"""What drafters are built from, what they need from the engine, what they receive, and how they may be directed."""
+"""What drafters are built from and where they run, what they need from the engine, what they receive, and how they may
+be directed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,14 @@ from outpace.core.arrays import join_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+SCHEMES = ("grpc", "grpcs")  # of the addresses of drafters and targets on other machines
+
+
+def is_address(text: Any) -> bool:
+    """Return whether a text is an address of another machine, by its scheme."""
+    return isinstance(text, str) and text.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
 class BuildContext(NamedTuple):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from outpace.card.cache import CandidateCache, Correction
 from outpace.core.drafting import DraftDirectives
 from outpace.core.options import MethodOptions
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, DecoderAction, Request
 from outpace.planning.sources import PlanningContext
+
+if TYPE_CHECKING:
+    from outpace.card.cache import CandidateCache, Correction
 
 DecoderGenerator = Generator[DecoderAction, Any, None]
 """A generator-based coroutine (not async): it yields Draft, Verify, Await or Commit, and is sent the result of each."""

@@ -19,8 +19,7 @@ from outpace.distill.train import TrainOptions
 from outpace.distill.writer import WriterOptions
 from outpace.models.files.cache import exclusive_lock
 from outpace.models.files.find import shipped_model
-from outpace.models.heads.files import open_head
-from outpace.models.heads.load import kind_of_head
+from outpace.models.heads.files import kind_of_head, open_head
 from outpace.models.heads.reader import read_head
 from outpace.models.heads.steering import open_steering
 from outpace.models.llama.config.llama_config import LlamaConfig

@@ -40,8 +40,8 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import is_packed, open_folder, open_source, resolve
 from outpace.models.files.gguf.writer import TABLE_KIND, read_fields, write_file
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.heads.load import kind_of_head
-from outpace.models.heads.steering import FILE as STEERING
+from outpace.models.heads.config import STEERING
+from outpace.models.heads.files import kind_of_head
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded

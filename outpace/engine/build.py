@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outpace.card.link import read_address
-from outpace.card.loop import check_concurrent
-from outpace.card.worker import DraftWorker
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
 from outpace.core.errors import UserError, require
@@ -22,6 +19,9 @@ from outpace.drafters import build_drafter, drafter_modules, drafter_names
 from outpace.engine.engine import Engine
 from outpace.engine.options import BuildOptions
 from outpace.models.load import Loaded
+
+if TYPE_CHECKING:
+    from outpace.card.worker import DraftWorker
 
 HEAD_DRAFTERS = ("block", "eagle", "specformer")  # they run trained heads only
 LOOKUP_DRAFTERS = "prediction+ngram"  # lookup drafters that a planner gets in addition to the draft model
@@ -304,7 +304,6 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
         return Engine(target.model, drafters, options=settings, needs=needs)
     if len(drafters) > 1:
         raise UserError(f"method {options.method} has one drafter in its worker, not {name!r} to choose from")
-    check_concurrent(drafters[name])
     worker = _build_worker(options, name, drafters[name], target, draft, values)
     on_cpu = all(_device(one) == "cpu" for one in (target, draft) if one)
     if options.worker not in ("inline", "polled") and on_cpu and drafters[name].capabilities.runs_model:
@@ -314,6 +313,8 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
 
 def build_remote_worker(worker: str, target: Loaded) -> DraftWorker:
     """Return a worker for a drafter on another machine, grpc://HOST:PORT; UserError if the host is unknown."""
+    from outpace.card.link import read_address
+
     address = read_address(worker)
     require("a drafter on another machine", "remote", "grpc")
     from outpace.card.remote import RemoteWorker
@@ -349,10 +350,12 @@ def _build_worker(
 ) -> DraftWorker:
     """Return the worker, not started. A process will build a drafter of its own: `drafter` only checks its options."""
     from outpace.card.inline import InlineWorker
+    from outpace.card.loop import check_concurrent
     from outpace.card.polled import PolledWorker, cuda_recorder
     from outpace.card.process import ProcessWorker
     from outpace.card.thread import ThreadWorker
 
+    check_concurrent(drafter)
     on_gpu, draft_on_cpu = str(_device(target)).startswith("cuda"), draft is None or _device(draft) == "cpu"
     kind = options.worker or ("polled" if on_gpu and draft_on_cpu else "thread")
     threads = _draft_threads(options, target)

@@ -9,10 +9,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import sub
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outpace.card.cache import CandidateCache
-from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import UNLIMITED, TokenTree
@@ -21,6 +19,9 @@ from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.planning.cost_model import CostModel
+
+if TYPE_CHECKING:
+    from outpace.card.worker import DraftWorker
 
 T = TypeVar("T")
 _READ = 32  # tokens of texts that draft models read in a growth at least, although others wait
@@ -90,6 +91,8 @@ class DraftRunner:
     def open(self, sequence: TokenSequence) -> None:
         context = sequence.context
         if worker := self._worker_of(sequence):
+            from outpace.card.cache import CandidateCache  # for the requests of a worker only
+
             context.candidates = CandidateCache(context.last_token, self._vocab_size, sequence.request.max_tokens)
             context.sources = (WORKER,)
             context.correct = partial(worker.correct, sequence.key)

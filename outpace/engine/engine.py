@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outpace.card.worker import DraftWorker
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
@@ -32,6 +31,9 @@ from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
+
+if TYPE_CHECKING:
+    from outpace.card.worker import DraftWorker
 
 _UNTIMED = 16  # prompt tokens in a pass with requests that write, until passes were timed
 _INTERRUPTED = "the answer was cut off because its round was interrupted (Ctrl-C): send the request again"

@@ -124,7 +124,7 @@ class BuildOptions(CheckedOptions):
     @property
     def is_remote(self) -> bool:
         """Whether the drafter runs on another machine."""
-        from outpace.card.link import is_address
+        from outpace.core.drafting import is_address
 
         return is_address(self.worker)
 

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outpace.card.link import is_address
 from outpace.card.worker import DraftWorker
 from outpace.core import registry
-from outpace.core.drafting import BuildContext
+from outpace.core.drafting import BuildContext, is_address
 from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.types import Drafter
 from outpace.drafters import build_drafter, drafter_modules

@@ -16,9 +16,7 @@ from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import is_packed, locate, open_source
 from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import DRAFTERS, fields_of, head_kind, holds_mtp
-from outpace.models.heads.load import kind_of_head, load_head
-from outpace.models.heads.steering import attach_steering
+from outpace.models.heads.config import DRAFTERS, STEERING, fields_of, head_kind, holds_mtp
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 from outpace.models.text.tokenizer import first_difference, tokenizer_of
@@ -111,11 +109,15 @@ def find_head(spec: Any, progress: Progress = silent) -> Path | None:
         path = locate(name, progress=progress)
     except UserError:  # transformers may know the name; if not, its loader reports the same
         return None
+    from outpace.models.heads.files import kind_of_head
+
     return path if kind_of_head(path) is not None else None
 
 
 def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> Loaded:
     """Load a head for this target; it runs on the target's device."""
+    from outpace.models.heads.load import load_head
+
     if options.device != str(target.model.device).split(":")[0] and options.device != str(target.model.device):
         raise UserError(
             f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"
@@ -207,4 +209,8 @@ def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     if large > small > 0:
         notice = f"it has {large / GIB:.1f} GiB of weights, more than its target, so drafting with it will hardly pay"
         draft = replace(draft, notice="; ".join(filter(None, (draft.notice, notice))))
+    if draft.files is None or not (draft.files() / STEERING).is_file():
+        return draft
+    from outpace.models.heads.steering import attach_steering
+
     return attach_steering(draft, target)

@@ -11,7 +11,7 @@ from typing import Any
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure
-from outpace.models.text.thought_marks import THINK, ThoughtMarks
+from outpace.models.text.thought_marks import THINK, Thought, ThoughtMarks
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json
@@ -19,7 +19,7 @@ from outpace.tools import definitions, reasoning
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import Tool, ToolChoice
-from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_tokens
+from outpace.tools.reasoning import ReasoningParser, ThoughtDelta, thought_tokens
 
 BILLING = re.compile(r"\s*x-anthropic-billing-header:([ \t]*([^;\s]+;|[\w.-]+=\S*))*[ \t]*[\r\n]*")
 AnswerPart = ThoughtDelta | TextDelta | CallBegin | CallArguments

@@ -20,7 +20,7 @@ import numpy as np
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.sampling import GREEDY, Sampling
 from outpace.core.types import LogprobsOptions, Request, Row
-from outpace.decoders import Autoregressive
+from outpace.decoders.autoregressive import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, chain

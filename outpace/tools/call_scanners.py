@@ -10,6 +10,7 @@ from typing import Any
 
 from outpace.grammar.schema import ALL_TYPES, types_of
 from outpace.grammar.structure import quoted
+from outpace.models.text.text_stream import held_back
 
 ARGUMENTS = ("arguments", "parameters")  # accepted names of the field with the arguments
 FIELDS = ("name", "type", "id", *ARGUMENTS)  # allowed in a call without marks
@@ -284,8 +285,3 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         return text.lower() if text in ("True", "False") and "boolean" in types else quoted(text)
     may_be_text = types != ALL_TYPES and "string" in types
     return quoted(text) if may_be_text and value is not None else text.strip()
-
-
-def held_back(text: str, mark: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from typing import NamedTuple
 
-from outpace.models.text.thought_marks import THINK, ThoughtMarks
+from outpace.models.text.text_stream import held_back
+from outpace.models.text.thought_marks import THINK, Thought, ThoughtMarks
 from outpace.models.text.tokenizer import Tokenizer
-from outpace.tools.call_scanners import held_back
 from outpace.tools.calls import TextDelta, merge_deltas
 
 TAIL_TOKENS = 32  # at a prompt's end, in which its template may begin a thought
-
-
-class Thought(Enum):
-    """Whether an answer begins within a thought."""
-
-    NONE = "none"  # no, and it will have none
-    OPTIONAL = "optional"  # no, but the model may begin one
-    BEGUN = "begun"  # the chat template has begun one
-    CONTINUED = "continued"  # the last message, which the answer continues, has begun one
-
-    @property
-    def is_open(self) -> bool:
-        return self in (Thought.BEGUN, Thought.CONTINUED)
 
 
 class ThoughtDelta(NamedTuple):

@@ -21,8 +21,7 @@ from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder
 from outpace.models.files.reading import write_json
 from outpace.models.heads.config import HeadConfig, fields_of
-from outpace.models.heads.files import HeadFiles, open_head
-from outpace.models.heads.load import kind_of_head
+from outpace.models.heads.files import HeadFiles, kind_of_head, open_head
 from outpace.models.heads.reader import IGNORED_IN_LAYER, draft_ids, read_head
 from outpace.models.llama.config.llama_config import LlamaConfig
 

@@ -25,7 +25,8 @@ from outpace.distill.student import Student
 from outpace.distill.taps import TAPS, tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_index
-from outpace.models.heads.steering import DELTA, EPS, FC, FILE, NORM, NORM_BIAS, open_steering, steering_shapes
+from outpace.models.heads.config import STEERING
+from outpace.models.heads.steering import DELTA, EPS, FC, NORM, NORM_BIAS, open_steering, steering_shapes
 from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
@@ -137,7 +138,7 @@ def write(folder: Path, student: Student, target: Path, shape: DraftShape, origi
         for name in ("config.json", SINGLE, INDEX, VOCAB_FILE, *TOKENIZER_FILES, *set(parts)):
             if (draft / name).is_file():
                 shutil.copyfile(draft / name, unfinished / name)
-        save_file(stored, unfinished / FILE, {"format": "pt", TAPS: tap_list(student.taps), **described})
+        save_file(stored, unfinished / STEERING, {"format": "pt", TAPS: tap_list(student.taps), **described})
 
 
 def _draft_of(shape: DraftShape) -> Path:

@@ -54,6 +54,7 @@ ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the
     ("specformer", SPECFORMER),
     (MTP.lower(), MTP),
 )
+STEERING = "steering.safetensors"  # in the folder of a draft model that the target's hidden states steer
 FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", MEDUSA))  # field of config.json, and kind
 
 

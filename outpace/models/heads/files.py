@@ -20,12 +20,13 @@ from outpace.models.files.checkpoint import INDEX, MEDUSA, SINGLE, Checkpoint
 from outpace.models.files.gguf.config import HARMLESS, NEUTRAL, read_scaling, shortest_decimal, unknown_metadata
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
 from outpace.models.files.gguf.source import can_read, deinterleave_rope, dequantise
-from outpace.models.files.reading import DTYPES, check_file, read_json
-from outpace.models.heads.config import MTP, holds_mtp
+from outpace.models.files.reading import DTYPES, check_file, read_json, read_optional_json
+from outpace.models.heads.config import DFLASH, EAGLE3, MTP, head_kind, holds_mtp, verifier_of
 from outpace.models.heads.fields import agreed
 from outpace.models.llama.config.fields import FULL, SLIDING, ReadFields, size
 from outpace.models.llama.weight_sources import StoredMatrix
 
+GGUF_KINDS = {"eagle3": EAGLE3, "dflash": DFLASH}  # by general.architecture
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 INTEGERS = ("I64", "I32", "BOOL")
 INTEGER_TENSORS = ("d2t",)  # all others are floats
@@ -72,6 +73,24 @@ RENAMED = {  # the first that a name begins with counts
     "fusion_fc.": "fc.",
     "transformer.": "layers.0.",
 }
+
+
+def kind_of_head(path: Path) -> str | None:
+    """Return the kind of head in a folder or .gguf file; None if it holds something else."""
+    if path.suffix.lower() == ".gguf":
+        return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
+    config = read_optional_json(path / "config.json")
+    kind = MTP if holds_mtp(config) else head_kind(config)
+    may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config  # known by its tensors only
+    return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
+
+
+def target_of_head(path: Path) -> str | None:
+    """Return the target that a head in the format of speculators names; None if it names none."""
+    try:
+        return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
+    except UserError as error:
+        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
 
 
 class HeadTensor(NamedTuple):

@@ -9,24 +9,10 @@ from typing import Any
 from outpace.core.errors import UserError, require
 from outpace.models.base import Capability
 from outpace.models.files.find import open_source
-from outpace.models.files.gguf.header import open_gguf_model
-from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import (
-    BLOCKS,
-    DFLASH,
-    EAGLE3,
-    JOINED,
-    MEDUSA,
-    MTP,
-    SPECFORMER,
-    check_kind,
-    head_kind,
-    holds_mtp,
-    verifier_of,
-)
+from outpace.models.heads.config import BLOCKS, JOINED, MEDUSA, SPECFORMER, check_kind
 from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import EagleModel
-from outpace.models.heads.files import open_head
+from outpace.models.heads.files import kind_of_head, open_head
 from outpace.models.heads.medusa import MedusaModel, native_products, torch_products
 from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined, NativeSpecFormer
 from outpace.models.heads.reader import read_head
@@ -35,25 +21,6 @@ from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import AUTO, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
 MOST_PADDING = 1024  # rows by which the vocabularies of head and target may differ
-GGUF_KINDS = {"eagle3": EAGLE3, "dflash": DFLASH}  # by general.architecture
-
-
-def kind_of_head(path: Path) -> str | None:
-    """Return the kind of head in a folder or .gguf file; None if it holds something else."""
-    if path.suffix.lower() == ".gguf":
-        return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
-    config = read_optional_json(path / "config.json")
-    kind = MTP if holds_mtp(config) else head_kind(config)
-    may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config  # known by its tensors only
-    return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
-
-
-def target_of_head(path: Path) -> str | None:
-    """Return the target that a head in the format of speculators names; None if it names none."""
-    try:
-        return verifier_of(read_optional_json(path / "config.json")) if path.is_dir() else None
-    except UserError as error:
-        raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
 
 
 def load_head(

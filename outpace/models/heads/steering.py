@@ -17,11 +17,11 @@ from outpace.core.errors import UserError
 from outpace.core.lazy import torch
 from outpace.models.base import Capability, runtime_name
 from outpace.models.files.reading import SafetensorsFile
+from outpace.models.heads.config import STEERING
 from outpace.models.heads.medusa import Product, native_products
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.runtime import NativeLlama, host_floats
 
-FILE = "steering.safetensors"
 FC, NORM, NORM_BIAS, DELTA = "fc.weight", "norm.weight", "norm.bias", "delta.weight"
 EPS = 1e-5  # of the norm
 TAPS = "taps"  # in the metadata
@@ -76,7 +76,7 @@ class SteeringFile:
 
 def open_steering(folder: Path) -> SteeringFile | None:
     """Open the steering in a draft's folder; None if there is none. UserError if it is damaged."""
-    path = folder / FILE
+    path = folder / STEERING
     return SteeringFile(path) if path.is_file() else None
 
 
@@ -121,12 +121,9 @@ def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def attach_steering(draft: Any, target: Any) -> Any:
-    """Return the draft with the steering in its folder, if there is one, which drafter `steered` then uses; UserError
-    for a steering that does not fit the target or the draft."""
-    path = draft.files() if draft.files is not None else None
-    file = open_steering(path) if path is not None else None
-    if file is None:
-        return draft
+    """Return the draft with the steering in its folder, which drafter `steered` then uses; UserError for a steering
+    that does not fit the target or the draft."""
+    file = SteeringFile(draft.files() / STEERING)
     target.model.check_capability(Capability.HIDDEN)
     draft.model.check_capability(Capability.MLP_BIAS)
     file.check_target(target)

@@ -219,3 +219,8 @@ class WindowStream(TextStream):
                 self._start, self._shown = start, kept.rstrip(REPLACEMENT)
                 return
         self._longest = 2 * (len(self._ids) - self._start)
+
+
+def held_back(text: str, mark: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

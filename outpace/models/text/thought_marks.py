@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from outpace.models.text.template_form import SECOND, THOUGHT, USER, TemplateForm
 
@@ -15,6 +16,19 @@ _BEGIN_WORDS, _END_WORDS = {"begin", "start", "open", "prefix"}, {"end", "close"
 _ANSWERS = {("answer",), ("response",), ("solution",)}  # what marks around an answer are named after
 _FIELD = re.compile(r"reasoning_content|reasoning|thinking|thoughts?")
 _NEAR = 200  # characters between a field's name in a template and the marks next to it
+
+
+class Thought(Enum):
+    """Whether an answer begins within a thought."""
+
+    NONE = "none"  # no, and it will have none
+    OPTIONAL = "optional"  # no, but the model may begin one
+    BEGUN = "begun"  # the chat template has begun one
+    CONTINUED = "continued"  # the last message, which the answer continues, has begun one
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Thought.BEGUN, Thought.CONTINUED)
 
 
 @dataclass(frozen=True)
