@@ -41,7 +41,7 @@ from outpace.card.wire import Identity, identity_of
 from outpace.cluster.draft_model import build_card_drafter, load_own_draft
 from outpace.cluster.draft_server import DraftServer
 from outpace.cluster.remote_target import RemoteTarget
-from outpace.core.lazy import set_num_threads
+from outpace.core.arrays import set_num_threads
 from outpace.core.types import Request
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.card import Card

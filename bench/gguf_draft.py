@@ -22,7 +22,7 @@ import numpy as np
 from outpace.bench.peer import PeerSettings
 from outpace.bench.peers.llama_cpp import open_llama
 from outpace.bench.peers.llama_cpp_draft import build
-from outpace.core.lazy import num_cores
+from outpace.core.arrays import num_cores
 from outpace.distill.kinds.standalone import SHIPPED, resolve_draft
 from outpace.distill.prompts import BUILT_IN, collect
 from outpace.distill.run import write_gguf

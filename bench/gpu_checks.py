@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
+from outpace.core.noise import unavailable_reason
 from outpace.core.tree import PREFIX
-from outpace.core.triton_support import unavailable_reason
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama

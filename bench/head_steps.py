@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.lazy import num_cores
+from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain

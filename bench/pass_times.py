@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
-from outpace.core.lazy import num_cores
+from outpace.core.arrays import num_cores
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
 from outpace.models.llama.config.llama_config import from_dict

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from outpace.bench.peer import PeerSettings
 from outpace.bench.peers.llama_cpp import open_llama
+from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError
-from outpace.core.lazy import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source

@@ -125,7 +125,7 @@ def serve_drafts(replies: Any) -> None:
     from outpace.card.wire import identity_of
     from outpace.cluster.draft_model import build_card_drafter, load_own_draft
     from outpace.cluster.draft_server import DraftServer
-    from outpace.core.lazy import set_num_threads
+    from outpace.core.arrays import set_num_threads
     from outpace.models.options import LoadOptions
 
     set_num_threads(1)

@@ -16,7 +16,7 @@ from outpace.core.distribution import RandomSource, TokenDistribution
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Row, Verdict
 from outpace.drafters._tree_expander import TreeExpander
-from outpace.engine import kv_memory, target_runner
+from outpace.engine import kv_memory
 from outpace.engine import sequence as running
 from outpace.engine.draft_runner import DraftRunner
 from outpace.rules import _ratio, greedy, gumbel, match
@@ -184,8 +184,8 @@ OPTION_MUTATIONS = [
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
     mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
-    mutation("logprobs: of the wrong row", target_runner, "token_logprobs", of_the_next_row),
-    mutation("logprobs: raw where processed ones are asked", target_runner, "token_logprobs", always_raw),
+    mutation("logprobs: of the wrong row", logprobs, "token_logprobs", of_the_next_row),
+    mutation("logprobs: raw where processed ones are asked", logprobs, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.TokenSequence, "commit", not_cut),
     mutation("stops: nothing is held back", text, "held_back", lambda f: lambda text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),

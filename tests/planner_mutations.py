@@ -14,12 +14,10 @@ from part_mutations import mutation, returning
 from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
 from outpace.planning import estimators
-from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import ExplorationBudget, LayerYields
-from outpace.planning.latency_curve import LatencyCurve
+from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
 from outpace.planning.planner import Planner
-from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
+from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 
 def uncorrected(of: Original) -> Original:

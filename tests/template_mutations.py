@@ -8,10 +8,9 @@ from mutation_checks import Original
 from part_mutations import mutation, nothing
 from server_mutations import unchanged
 
-from outpace.api import llm
 from outpace.models.text import template_form, thought_marks
 from outpace.models.text.template_form import TemplateForm
-from outpace.tools import reasoning
+from outpace.tools import call_grammar, reasoning
 from outpace.tools.reasoning import ReasoningParser
 
 
@@ -46,7 +45,7 @@ MISTAKES: list[tuple[str, Any, str, Any]] = [
     (THOUGHTS + "marks_are_found_by_the_template", thought_marks, "_next_to_field", none),
     (THOUGHTS + "marks_are_found_by_the_template", thought_marks._Shown, "around_thought", none),
     (THOUGHTS + "all_marks_are_read_for_every_split_of_the_text", ReasoningParser, "_may_begin", of_thoughts_only),
-    (THOUGHTS + "structures_and_calls_follow_a_thought", llm, "after_thought", unchanged),
+    (THOUGHTS + "structures_and_calls_follow_a_thought", call_grammar, "after_thought", unchanged),
     (THOUGHTS + "the_prompt_begins_or_closes_a_thought", reasoning, "has_begun_text", none),
 ]
 TEMPLATE_MUTATIONS = [

@@ -15,7 +15,7 @@ from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of, lookup
-from outpace.drafters._ngram_index import BREAK, NgramIndex, NgramMatch
+from outpace.drafters._lookup import BREAK, NgramIndex, NgramMatch
 from outpace.rules.greedy import Greedy
 
 

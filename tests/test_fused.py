@@ -25,7 +25,7 @@ import rounding
 from passes import TINIES, build, tiny
 from rounding import assert_within, relative_error
 
-from outpace.core import fused_noise, noise, triton_support
+from outpace.core import fused_noise, noise
 from outpace.models import runtimes
 from outpace.models.base import Part, chain
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -80,9 +80,9 @@ def test_noise_has_the_bits_of_every_other_device() -> None:
     words = torch.randint(-(2**31), 2**31, (7, 2), generator=torch.Generator().manual_seed(3)).to(torch.int32)
     assert torch.equal(fused_noise.noise(words, 5000, False), noise.exponential_from_words(words, 5000))
     assert torch.equal(fused_noise.noise(words, 5000, True), noise.gumbel_from_words(words, 5000))
-    trial = torch.tensor([triton_support.TRIED], dtype=torch.int32)  # its bits are known where the kernels are tried
-    found = noise.exponential_from_words(trial, triton_support.COUNT)
-    assert int(found.view(torch.int32).long().sum()) == triton_support.SUM
+    trial = torch.tensor([noise.TRIAL_KEY], dtype=torch.int32)  # its bits are known where the kernels are tried
+    found = noise.exponential_from_words(trial, noise.TRIAL_VOCAB)
+    assert int(found.view(torch.int32).long().sum()) == noise.TRIAL_SUM
 
 
 def fused(config: LlamaConfig = reference.TINY, **options: Any) -> FusedLlama:
@@ -211,7 +211,7 @@ def test_logits_are_in_float32(dtype: torch.dtype) -> None:
 def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     options = LoadOptions(device="cuda", graphs="cuda")
     for why, kind in ((None, FusedLlama), ("there is no compiler", GraphLlama)):
-        monkeypatch.setattr(triton_support, "unavailable_reason", lambda device, why=why: why)
+        monkeypatch.setattr(noise, "unavailable_reason", lambda device, why=why: why)
         chosen, notice = runtimes._captured(options)
         assert chosen is kind
         assert (notice is None) if why is None else str(notice).endswith("there is no compiler")
@@ -219,8 +219,8 @@ def test_which_runtime_a_gpu_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_refused_elsewhere_and_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "are for CUDA, not for cpu" in str(triton_support.unavailable_reason(torch.device("cpu")))
-    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda name: None)
-    assert triton_support._refusal.__wrapped__(0) == "the package triton is not installed"
+    assert "are for CUDA, not for cpu" in str(noise.unavailable_reason(torch.device("cpu")))
+    monkeypatch.setattr(noise.importlib.util, "find_spec", lambda name: None)
+    assert noise._refusal.__wrapped__(0) == "the package triton is not installed"
     monkeypatch.undo()
-    assert triton_support._refusal.__wrapped__(0)  # no GPU is here
+    assert noise._refusal.__wrapped__(0)  # no GPU is here

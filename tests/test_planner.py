@@ -16,10 +16,9 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, Source, Verify
 from outpace.decoders.auto import Auto
 from outpace.decoders.base import RequestContext
-from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import CostModel
 from outpace.planning.planner import Planner
-from outpace.planning.sources import BatchRows, ModelSource
+from outpace.planning.sources import AcceptanceModel, BatchRows, ModelSource
 
 PASS, ROW, STEP = 6.0, 0.15, 0.75  # seconds of a pass, of each row beyond the fourth, of a draft step
 RIGHT, WRONG, COPY = 1, 0, 2

@@ -14,12 +14,12 @@ from doubles import Outcome, QuickToy, decode, make_request, write
 from files import model_folder
 
 import outpace
-from outpace.core.alignment import Alignment, PredictedSpan
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.drafters import grammar, ngram, prediction
 from outpace.drafters._composite import SharedTree
+from outpace.drafters.prediction import Alignment, PredictedSpan
 from outpace.engine.engine import Engine, EngineOptions
 
 TARGET = QuickToy(16, 3, 0)

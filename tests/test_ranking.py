@@ -12,7 +12,7 @@ from test_enumeration import slow_exponential
 from torch import Tensor
 from turns import in_turn, one_of
 
-from outpace.core.kernels import kernels
+from outpace.core.arrays import kernels
 from outpace.core.logits import SparseLogits, largest_indices
 from outpace.core.logprobs import token_logprobs
 from outpace.core.noise import gumbel as gumbel_noise

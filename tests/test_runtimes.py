@@ -15,9 +15,9 @@ from files import model_folder, smollm2_file, write_gguf
 
 from outpace.cli import doctor
 from outpace.cli.main import main
-from outpace.core import kernels
+from outpace.core import arrays
+from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError
-from outpace.core.lazy import num_cores
 from outpace.models import runtimes
 from outpace.models.base import UnsupportedModel
 from outpace.models.llama.native.runtime import NativeLlama
@@ -57,7 +57,7 @@ def test_a_process_without_the_kernels_ends_with_one_sentence() -> None:
     said = " ".join(done.stderr.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert said.startswith("error: outpace needs its native kernels (")
-    assert said.endswith(f": {kernels.INSTALL}")
+    assert said.endswith(f": {arrays.INSTALL_KERNELS}")
 
 
 @pytest.mark.parametrize("found", ["0.1.0", "0.3.0", None])
@@ -67,10 +67,12 @@ def test_kernels_of_another_version_are_refused(found: str | None, monkeypatch: 
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(kernels, "version", version)
-    said = f"the native kernels are of version {found or 'unknown'}, this release needs {kernels.VERSION}: run `pip"
+    monkeypatch.setattr(arrays, "version", version)
+    said = (
+        f"the native kernels are of version {found or 'unknown'}, this release needs {arrays.KERNELS_VERSION}: run `pip"
+    )
     with pytest.raises(UserError, match=said):
-        kernels.check_version()
+        arrays.check_kernels()
 
 
 def test_torch_runs_what_the_kernels_do_not_support(tmp_path: Path) -> None:
@@ -162,11 +164,11 @@ def shown(found: dict[str, Any]) -> str:
 def test_doctor_reports_the_kernels_and_the_runtime() -> None:
     smollm2_file()
     found = doctor.collect()
-    sets = list(kernels.kernels.instruction_sets())
+    sets = list(arrays.kernels.instruction_sets())
     assert found["kernels"]["instruction_sets"] == sets
     assert (found["model"]["precision"], found["model"]["instruction_set"]) == ("file", sets[0])
     line = shown(found)
-    assert f"native kernels {kernels.VERSION}, running {sets[0]}" in line
+    assert f"native kernels {arrays.KERNELS_VERSION}, running {sets[0]}" in line
     assert f"computed in the file's own weights by {sets[0]}" in line
     assert "portable" in line
 

@@ -19,7 +19,7 @@ from files import write_gguf
 from safetensors.torch import save_file
 
 from outpace.cli.main import COMMANDS
-from outpace.core import lazy
+from outpace.core import arrays
 from outpace.core.errors import UserError
 from outpace.core.types import Request, Row
 from outpace.models.files import reading
@@ -95,8 +95,8 @@ def test_text_by_the_native_runtime_loads_no_torch(options: list[str], converted
     ],
 )
 def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
-    shown = "lazy.num_threads(), lazy.is_torch_loaded(), lazy.torch.get_num_threads()"
-    code = f"from outpace.core import lazy; {{}}print({shown})"
+    shown = "arrays.num_threads(), arrays.is_torch_loaded(), arrays.torch.get_num_threads()"
+    code = f"from outpace.core import arrays; {{}}print({shown})"
 
     def run(before: str = "", **environment: str) -> list[str]:
         kept = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -110,7 +110,7 @@ def test_threads_are_torchs_number_before_torch_is_there(way: str) -> None:
         own, is_loaded, real = run(first if way == "confined" else "")
         assert (own, is_loaded) == (real, "False")
     else:
-        found = run("lazy.set_num_threads(1); ") if way == "set" else run(**{way: "1"})
+        found = run("arrays.set_num_threads(1); ") if way == "set" else run(**{way: "1"})
         assert found == ["1", "False", "1"]
 
 
@@ -120,11 +120,11 @@ def test_a_core_that_runs_two_threads_counts_once(tmp_path: Path, monkeypatch: p
         file = tmp_path / f"devices/system/cpu/cpu{number}/topology/thread_siblings_list"
         file.parent.mkdir(parents=True)
         file.write_text(f"{number % 2},{number % 2 + 2}\n")
-    assert lazy._whole_cores(tmp_path) == 2
-    assert lazy._whole_cores(tmp_path / "nowhere") == 4
+    assert arrays._whole_cores(tmp_path) == 2
+    assert arrays._whole_cores(tmp_path / "nowhere") == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 3}, raising=False)
-    assert lazy._whole_cores(tmp_path) == 1
-    assert lazy._whole_cores(tmp_path / "nowhere") == 2
+    assert arrays._whole_cores(tmp_path) == 1
+    assert arrays._whole_cores(tmp_path / "nowhere") == 2
 
 
 def checkpoint(folder: Path, **tensors: torch.Tensor) -> Checkpoint:

@@ -310,7 +310,7 @@ def test_a_fault_in_one_requests_log_probabilities_ends_it_alone(monkeypatch: py
             raise ValueError("the second")
         return token_logprobs(logits, rows, *given)
 
-    monkeypatch.setattr("outpace.engine.target_runner.token_logprobs", failing)
+    monkeypatch.setattr("outpace.core.logprobs.token_logprobs", failing)
     first, second, *others = reports(REPORTED)
     assert (second.finish_reason, str(second.error), second.history.logprobs) == ("error", "the second", [])
     assert [run.history.logprobs for run in (first, *others)] == [expected[0], *expected[2:]]

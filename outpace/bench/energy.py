@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from outpace.core.lazy import torch
+from outpace.core.arrays import torch
 
 POWERCAP = Path("/sys/class/powercap")
 _UNBOUNDED = 1 << 63

@@ -19,7 +19,7 @@ from outpace.api.params import SamplingParams
 from outpace.bench.contenders import GUESS, PLAIN, TEMPERATURE, Contender
 from outpace.bench.peer import GRACE_SECONDS, PeerProcessError, TimedAnswer, send
 from outpace.core import child_process
-from outpace.core.lazy import torch
+from outpace.core.arrays import torch
 from outpace.engine.sequence import TokenSequence
 from outpace.models.runtimes import Loaded
 

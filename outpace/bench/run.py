@@ -18,8 +18,8 @@ from outpace.bench.method_runner import MethodRunner, PeakMemory, peak_memory
 from outpace.bench.peer import Peer, PeerProcess, PeerSettings
 from outpace.bench.store import Record, RecordKey, Store
 from outpace.bench.tasks import BUILT_IN, TaskPrompt, check_turns, collect, prompt_of
+from outpace.core.arrays import num_threads
 from outpace.core.errors import UserError, check_whole
-from outpace.core.lazy import num_threads
 from outpace.core.options import CheckedOptions, whole
 from outpace.rules.judge import JudgeFile
 

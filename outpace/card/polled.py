@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from outpace.card.cache import CandidateCache
 from outpace.card.worker import ObservedModel, SameThreadWorker
-from outpace.core.lazy import torch
+from outpace.core.arrays import torch
 from outpace.core.types import Drafter
 
 

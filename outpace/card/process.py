@@ -30,8 +30,8 @@ from outpace.card.cache import CandidateLayer
 from outpace.card.loop import DraftLoop, Message, Open
 from outpace.card.restarting import POLL_SECONDS, RestartingWorker
 from outpace.core import child_process
+from outpace.core.arrays import set_num_threads
 from outpace.core.errors import UserError, check_whole
-from outpace.core.lazy import set_num_threads
 from outpace.core.types import Drafter, Rule
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux

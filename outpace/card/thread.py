@@ -12,7 +12,7 @@ from typing import Any
 from outpace.card.cache import CandidateCache
 from outpace.card.loop import DraftLoop, Message
 from outpace.card.worker import DraftWorker
-from outpace.core.lazy import is_torch_loaded, torch
+from outpace.core.arrays import is_torch_loaded, torch
 from outpace.core.types import Drafter
 
 _POLL_SECONDS = 0.2  # how often an idle thread checks whether the program has ended

@@ -90,7 +90,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
     """Return all findings, as `--json` prints them."""
     from outpace import __version__
     from outpace.core import machine
-    from outpace.core.kernels import VERSION, kernels
+    from outpace.core.arrays import KERNELS_VERSION, kernels
 
     bandwidth, described, torch = machine.memory_bandwidth(), machine.describe(), None
     if _is_installed("torch"):
@@ -103,7 +103,7 @@ def collect(quiet: bool = True) -> dict[str, Any]:
         "outpace": __version__,
         **{name: described[name] for name in ("python", "platform", "threads", "cores", "load")},
         "torch": torch,
-        "kernels": {"version": VERSION, "instruction_sets": list(kernels.instruction_sets())},
+        "kernels": {"version": KERNELS_VERSION, "instruction_sets": list(kernels.instruction_sets())},
         "gigabytes_per_second": round(bandwidth / 1e9, 2),
         "model": _model(bandwidth, quiet),
         "cache": _cache_contents(),

@@ -146,7 +146,7 @@ JSON = flag(False, "Write one line of JSON to stdout, and nothing else.", "--jso
 
 def use_threads(count: int | None) -> None:
     """Set the number of CPU threads; UserError for one that this machine does not have."""
-    from outpace.core.lazy import num_cores, set_num_threads
+    from outpace.core.arrays import num_cores, set_num_threads
 
     if count is not None:
         check_range("threads", count, 1, num_cores())
@@ -182,6 +182,7 @@ class ModelFlags:
         from outpace.card.link import check_reachable, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
+        from outpace.core.arrays import num_cores, set_num_threads
         from outpace.core.drafting import is_address
         from outpace.models.files.find import short_name
         from outpace.models.load import known_draft

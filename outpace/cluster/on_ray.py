@@ -9,8 +9,8 @@ from typing import Any
 
 from outpace.card.link import authenticator
 from outpace.cluster.draft_server import open_draft_server
+from outpace.core.arrays import num_cores, set_num_threads
 from outpace.core.errors import UserError, require
-from outpace.core.lazy import num_cores, set_num_threads
 from outpace.models.options import LoadOptions
 
 _START_SECONDS = 300.0  # time for Ray to find a machine, and for the draft model to load

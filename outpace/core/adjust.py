@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from outpace.core.lazy import torch
+from outpace.core.arrays import torch
 from outpace.core.logits import host_rows, tensor_of
 from outpace.core.types import Adjustments, Row
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from outpace.core.arrays import to_device
-from outpace.core.lazy import torch
+from outpace.core.arrays import to_device, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outpace.core.adjust import adjust_logits
-from outpace.core.arrays import to_device
+from outpace.core.arrays import to_device, torch
 from outpace.core.distribution import UNFILTERED, log_probs_of
-from outpace.core.lazy import torch
 from outpace.core.logits import host_rows, largest_indices, stable_top_k, tensor_of
 from outpace.core.sampling import filter_logits
 from outpace.core.types import LogprobsOptions, Row, TokenLogprobs

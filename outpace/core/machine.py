@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.lazy import num_cores, num_threads, torch
+from outpace.core.arrays import num_cores, num_threads, torch
 
 BUFFER = 2**26  # float32 values read to measure the bandwidth: 256 MiB, more than a processor caches
 READS = 5

@@ -10,16 +10,15 @@ in the last bit, and compilers may not fuse operations across these calls.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.arrays import to_device
-from outpace.core.lazy import torch
+from outpace.core.arrays import to_device, torch
 from outpace.core.noise_constants import FACTORS, LOG_2, SQRT_HALF_BITS, UNIT
-from outpace.core.triton_support import unavailable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 DRAW, ACCEPT, RESIDUAL = 1, 2, 3
 PURPOSES = 4
 
+TRIAL_KEY, TRIAL_VOCAB = (0x1234567, -0x7654321), 999  # by which the Triton kernel is tried
+TRIAL_SUM = 1057283224303  # of the bits of this noise
 _MASK64 = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64's
 
@@ -132,3 +133,35 @@ def _minus_log(x: Tensor, one_minus_x: Tensor) -> Tensor:
     for term in (2 / 7, 2 / 5, 2 / 3):
         series.add_(term).mul_(square)
     return series.add_(2.0).mul_(s).add_(exponent.to(torch.float32).mul_(-LOG_2))
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Return why the Triton kernels do not run on this device; None if they do.
+
+    They are compiled on first use, for which Triton needs a C compiler.
+    """
+    if device.type != "cuda":
+        return f"kernels are for CUDA, not for {device}"
+    return _refusal(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def slow_path_warning(why: str) -> str:
+    """Return the message for users of a model that runs without the kernels."""
+    return f"passes take up to two times as long as they could: {why}"
+
+
+@cache
+def _refusal(number: int) -> str | None:
+    """Run one kernel whose result is known."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    try:
+        from outpace.core.fused_noise import noise
+
+        words = torch.tensor([TRIAL_KEY], dtype=torch.int32, device=f"cuda:{number}")
+        bits = int(noise(words, TRIAL_VOCAB, False).view(torch.int32).long().sum())
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a missing compiler or an old device raises many kinds of errors
+        return f"{type(error).__name__}: {error}"
+    return None if bits == TRIAL_SUM else "a kernel gave other bits than it should"

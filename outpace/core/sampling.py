@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outpace.core.arrays import to_device
+from outpace.core.arrays import to_device, torch
 from outpace.core.errors import check_range, check_share, check_whole
-from outpace.core.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,13 +1,17 @@
-"""Statistics of rounds. Every figure is computed from a list of `RoundStats`; there are no other counters."""
+"""Statistics of rounds, and how drafters and the planner keep what they learn.
+
+Every figure is computed from a list of `RoundStats`; there are no other counters.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
+MAX_SALTS = 8  # cache salts with a table; each table may be as large as the shared one
 HITS = ("primary", "secondary", "late")
 Positions = tuple[tuple[int, int], ...]
 """For each position of a branch: how many rounds offered a token there after accepting all before it, and how many
@@ -182,3 +186,26 @@ class BatchedUpdates(Generic[T]):
             self._learn(fact)
         self._learnt += len(self._waiting)
         self._waiting.clear()
+
+
+class PerSalt(Generic[T]):
+    """A table learnt from answers, separately for each cache salt: no request finds what another salt's texts taught.
+
+    `shared` is that of requests without a cache salt; each recently used salt has its own, created by `make`.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.shared = make()
+        self.make = make
+        self._own: OrderedDict[str, T] = OrderedDict()
+
+    def of(self, key: str | None) -> T:
+        """Return the table of requests with this salt; beyond `MAX_SALTS` salts, the least recently used is dropped."""
+        if key is None:
+            return self.shared
+        if key not in self._own:
+            self._own[key] = self.make()
+        self._own.move_to_end(key)
+        if len(self._own) > MAX_SALTS:
+            self._own.popitem(last=False)
+        return self._own[key]

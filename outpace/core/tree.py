@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from outpace.core.kernels import kernels
-from outpace.core.lazy import torch
+from outpace.core.arrays import kernels, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

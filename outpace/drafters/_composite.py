@@ -11,7 +11,6 @@ from typing import Any
 
 from outpace.core.drafting import Needs
 from outpace.core.stats import DecayedMean
-from outpace.core.theory import best_length, expected_tokens, speedup
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, SavedState
 
@@ -218,5 +217,7 @@ class DraftSelector(CompositeDrafter):
 def expected_speed(chance: float, cost: float) -> float:
     """Return the expected tokens per target pass time of chains of the best length, if each token is accepted with this
     probability and a draft step takes `cost` target passes."""
+    from outpace.core.theory import best_length, expected_tokens, speedup  # for the choice among several drafts
+
     length = best_length(chance, cost, _DEEPEST)
     return speedup(expected_tokens(chance, length), length, cost)

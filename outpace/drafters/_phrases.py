@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from outpace.core.cache_salt import PerSalt
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
+from outpace.core.stats import PerSalt
 from outpace.models.files import token_tables
 
 Phrase = tuple[int, ...]

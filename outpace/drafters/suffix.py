@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outpace.core.cache_salt import PerSalt
+from outpace.core.stats import PerSalt
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
-from outpace.drafters._ngram_index import BREAK, NgramIndex
+from outpace.drafters._lookup import BREAK, NgramIndex
 
 _DEPTH = 64  # most tokens to match
 _PLACES = 16  # places examined in the text, and as many in past answers

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from outpace.core import registry
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
 from outpace.core.errors import UserError, require
-from outpace.core.lazy import num_cores
+from outpace.core.arrays import num_cores
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule

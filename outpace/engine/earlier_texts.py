@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from outpace.core.cache_salt import PerSalt
+from outpace.core.stats import PerSalt
 from outpace.core.types import Request
 
 BLOCK = 16  # tokens

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from outpace.core.alignment import Alignment
 from outpace.core.constraints import Constraint
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import Scores
-from outpace.core.logprobs import token_logprobs
 from outpace.core.stats import RoundStats
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import (
@@ -30,6 +28,7 @@ from outpace.core.types import (
     tree_rows,
 )
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext
+from outpace.drafters.prediction import Alignment
 from outpace.engine.earlier_texts import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
@@ -240,6 +239,8 @@ class TokenSequence:
         start = self.kv.session.length
         self.kv.keep = range(len(tokens))
         if len(rows) and self.request.logprobs is not None and self.needs_prompt_logprobs:
+            from outpace.core.logprobs import token_logprobs
+
             following = self.request.prompt[start + 1 : start + len(tokens) + 1]
             self.history.prompt_logprobs += token_logprobs(
                 rows, [], following, LogprobsOptions(self.request.logprobs.top)

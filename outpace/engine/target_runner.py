@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from outpace.core.arrays import torch
 from outpace.core.drafting import Needs, TargetFeedback, pick_layers
-from outpace.core.lazy import torch
 from outpace.core.logits import Scores, TargetOutput, best_tokens, select_rows
-from outpace.core.logprobs import token_logprobs
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
 from outpace.engine.sequence import TokenSequence, isolate
@@ -168,6 +167,8 @@ def record_logprobs(sequences: Sequence[TokenSequence], verified: Sequence[Verif
 
 def _record(group: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:
     """Record the log-probabilities of all of these sequences, or of none if it raises."""
+    from outpace.core.logprobs import token_logprobs
+
     emitted = [sequence.emitted_rows(len(output.picks)) for sequence, output in group]
     places = [output.first + node for (_, output), its in zip(group, emitted, strict=True) for node in its.nodes]
     rows = [row for its in emitted for row in its.rows]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core.errors import UserError, require
-from outpace.core.kernels import kernels
-from outpace.core.lazy import num_cores, num_threads
+from outpace.core.arrays import kernels
+from outpace.core.arrays import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
@@ -162,7 +162,7 @@ def _captured(options: LoadOptions) -> tuple[Any, str | None]:
     """Choose the runtime with captured passes, and a notice for its users."""
     import torch
 
-    from outpace.core.triton_support import slow_path_warning, unavailable_reason
+    from outpace.core.noise import slow_path_warning, unavailable_reason
     from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 
     if options.exact or options.graphs == EAGER:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, Source
 from outpace.models.base import Model
-from outpace.planning.estimators import ExplorationBudget, LayerYields
-from outpace.planning.latency_curve import LatencyCurve
+from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 _SHORT_TEXT = 2048  # tokens; the trust in longer texts is kept by their length

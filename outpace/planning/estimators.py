@@ -1,10 +1,16 @@
-"""Running statistics that follow a machine which other programs use too."""
+"""What is learnt while decoding, on a machine which other programs use too.
+
+Durations of rounds as a function of the rows that they verify, gains of draft layers, and when to try again what did
+not pay.
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median_low
 
 WINDOW = 9  # samples kept for each key; their median counts
@@ -12,6 +18,12 @@ MIN_SAMPLES = 2  # a key with fewer samples has no median
 _REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
 _YIELD_WEIGHT, _LAYERS = 2.0, 8  # weight of a layer's prior; layers whose yield is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
+_READ_EVERY = 4  # rounds after which medians are read again
+_STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
+_FIRST = 4  # nodes that may be verified before any time is known
+_ROW = 0.05  # prior for the cost of one more row, as a fraction of a pass over one
+_WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
+Point = tuple[int, float]
 
 
 class RollingMedian:
@@ -145,3 +157,183 @@ class ExplorationBudget:
         if last is None:
             return 0, 0.0
         return (0, last.failed_at) if last.gain > 0.0 else (min(last.failures + 1, _MAX_FAILURES), last.at)
+
+
+class _Seconds(dict[int, float]):
+    """Expected seconds by number of rows; `compute` returns those that are not cached yet."""
+
+    def __init__(self, compute: Callable[[int], float]) -> None:
+        self._compute = compute
+
+    def __missing__(self, rows: int) -> float:
+        return self._compute(rows)
+
+
+class LatencyCurve:
+    """Seconds of a target pass or a draft step by its number of rows, those of all requests together.
+
+    `seconds(rows)`: the expected seconds of a round over `rows` rows, or 0 while nothing is known.
+    """
+
+    def __init__(self, prior: Callable[[int], float] | None = None) -> None:
+        """`prior` returns the expected seconds of a number of rows until they are timed."""
+        self._prior = prior
+        self._times = RollingMedian()  # by bucket of rows
+        self._profile: dict[int, float] = {}  # seconds by bucket, from a profile
+        self._last: dict[int, int] = {}  # by bucket: the round that was timed last
+        self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
+        self._curve: tuple[list[int], list[float]] | None = None
+        self._tail_slope: float | None = None  # cached `_slope`
+        self._widest: int | None = None  # the largest bucket that has a time
+        self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
+        self._seconds = _Seconds(self._compute)
+        self.seconds: Callable[[int], float] = self._seconds.__getitem__  # a cached value needs no Python frame
+        self.num_rounds = 0
+
+    def learn(self, rows: int, seconds: float) -> bool:
+        """Record a round; return whether the curve changed."""
+        bucket = _bucket(rows)
+        self._times.learn(bucket, seconds)
+        self._last[bucket] = self.num_rounds
+        self.num_rounds += 1
+        if self.num_rounds % _READ_EVERY == 0:
+            self._forget_old()
+        changed = self.num_rounds % _READ_EVERY == 0 or self._times.count(bucket) <= MIN_SAMPLES
+        if changed:
+            self._clear_caches()
+        return changed
+
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
+        """Record a pass that read `tokens` prompt tokens and nothing else."""
+        if tokens >= _WIDE:
+            self._wide.append((tokens, seconds))
+            self._tail_slope, self._extra = None, {}
+            self._seconds.clear()
+
+    def _clear_caches(self) -> None:
+        self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
+        self._seconds.clear()
+
+    def _forget_old(self) -> None:
+        """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
+        tried again where smaller ones suggest that they pay."""
+        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= _STALE])
+        for bucket in [bucket for bucket in self._last if bucket > widest]:
+            self._times.forget(bucket)
+            self._profile.pop(bucket, None)
+            del self._last[bucket]
+
+    def is_timed(self, rows: int, samples: int = MIN_SAMPLES) -> bool:
+        """Return whether a pass over `rows` rows was timed at least `samples` times."""
+        return self._times.count(_bucket(rows)) >= samples or _bucket(rows) in self._profile
+
+    def is_stale(self, rows: int) -> bool:
+        """Return whether a pass over `rows` rows was timed, but not recently."""
+        return self.num_rounds - self._last.get(_bucket(rows), self.num_rounds) > _STALE
+
+    def is_untimed(self, rows: int) -> bool:
+        """Return whether the time of `rows` rows is unknown or stale."""
+        return not self.is_timed(rows) or self.is_stale(rows)
+
+    def _compute(self, rows: int) -> float:
+        """Compute `seconds`; the prior's values are not cached, because they change."""
+        if self._curve is None:
+            self._curve = self._convex()
+        if not self._curve[0]:
+            return self._prior(rows) if self._prior else 0.0
+        self._seconds[rows] = known = self._interpolated(rows, *self._curve)
+        return known
+
+    def _interpolated(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """Interpolate, or extrapolate, the time of `rows` rows from the points of the curve."""
+        index = bisect.bisect_left(counts, rows)
+        if index == len(counts):
+            if self._tail_slope is None:
+                self._tail_slope = self._slope(counts, seconds)
+            return seconds[-1] + (rows - counts[-1]) * self._tail_slope
+        if index == 0:
+            return seconds[0]
+        share = (rows - counts[index - 1]) / (counts[index] - counts[index - 1])
+        return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+
+    def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
+        """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""
+        extra = self._extra.setdefault(rows, [])
+        if len(extra) < count:
+            base = self.seconds(rows)
+            extra += [self.seconds(rows + more) - base for more in range(len(extra) + 1, count + 1)]
+        return extra[:count]
+
+    @property
+    def widest(self) -> int:
+        """The largest number of rows that was timed."""
+        if self._widest is None:
+            self._widest = max([*self._times, *self._profile], default=0)
+        return self._widest
+
+    def max_extra_rows(self, others: int) -> int:
+        """Return how many rows a request may try besides its root, while other requests have `others` rows: a round may
+        have twice as many rows as the widest that was timed."""
+        return max(_FIRST, 2 * self.widest - others - 1)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what a profile stores: the time of each row count."""
+        return {str(rows): seconds for rows, seconds in self._known_times().items()}
+
+    def load_state_dict(self, kept: Mapping[str, float]) -> None:
+        """Start from what a profile stored. The machine may have been busier then: once some of its row counts are
+        timed, its other times are scaled to match."""
+        self._profile = {_bucket(int(rows)): float(seconds) for rows, seconds in kept.items()}
+        self._last |= dict.fromkeys(self._profile, self.num_rounds)
+        self._clear_caches()
+
+    def _known_times(self) -> dict[int, float]:
+        """Return the time of each row count that was timed, and the scaled times of the profile for others."""
+        medians = self._times.medians
+        both = medians.keys() & self._profile.keys()
+        scale = sum(medians[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
+        return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(medians)
+
+    def _convex(self) -> tuple[list[int], list[float]]:
+        """Return row counts and their times: the lower convex hull of the measurements, made non-decreasing.
+
+        A pass is bound by memory first and by arithmetic later, so its time is convex in its rows except for the
+        kernels' tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and
+        everything that was drafted would be verified.
+        """
+        known = self._known_times()
+        least = min(known, default=inf)
+        known |= {rows: time for rows, time in self._times.minima.items() if rows < least}
+        hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
+        for rows in sorted(known, reverse=True):
+            point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
+            while len(hull) > 1 and _is_above(hull[-1], point, hull[-2]):
+                hull.pop()
+            hull.append(point)
+        hull.reverse()
+        return [rows for rows, _ in hull], [seconds for _, seconds in hull]
+
+    def _slope(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return the cost of one more row beyond the largest known count: that of the last rows, or of a prompt token
+        where this is more, because a pass is bound by arithmetic in the end. With one known count it follows
+        the curve's prior or, without one, is the mean of that and a row's prior."""
+        more = sum(tokens - counts[0] for tokens, _ in self._wide)
+        token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
+        if len(counts) < 2:
+            if self._prior and (expected := self._prior(counts[0])):
+                return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
+            prior = _ROW * seconds[0] / (1.0 + _ROW * (counts[0] - 1))
+            return (prior + max(prior, token)) / 2
+        return max((seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]), token)
+
+
+def _is_above(point: Point, left: Point, right: Point) -> bool:
+    """Return whether a point lies on or above the line between its neighbours."""
+    rise, run = right[1] - left[1], right[0] - left[0]
+    return (point[1] - left[1]) * run >= rise * (point[0] - left[0])
+
+
+def _bucket(rows: int) -> int:
+    """Round a row count up so that similar counts share their samples: exact to 8, then in steps of 2, 4, 16, 64."""
+    step = 1 if rows <= 8 else 2 if rows <= 16 else 4 if rows <= 64 else 16 if rows <= 256 else 64
+    return -(-rows // step) * step

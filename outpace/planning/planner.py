@@ -13,9 +13,8 @@ from outpace.core.options import MethodOptions, number, whole
 from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER
-from outpace.planning.acceptance import AcceptanceModel
 from outpace.planning.cost_model import MAX_PAUSE, YIELD, CostModel
-from outpace.planning.sources import LookupSource, ModelSource, PlanningContext, RepetitionDetector
+from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 # Above this chance that lookups continue the root, a model's layer is not typical of what the model adds.
 MAX_LOOKUP_CHANCE = 0.25

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.core import machine, registry
+from outpace.core.arrays import num_cores, num_threads
 from outpace.core.errors import UserError
-from outpace.core.lazy import lazy_sha256, num_cores, num_threads
 from outpace.core.types import Drafter
-from outpace.models.files.cache import entry_path, new_file
+from outpace.models.files.cache import entry_path, lazy_sha256, new_file
 from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
@@ -36,7 +36,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
     """Return the identity of a profile: everything known in advance on which speeds and acceptance depend."""
     others = {"others": [_model(other) for other in draft.others]} if draft and draft.others else {}
     return {
-        "version": VERSION,
+        "version": KERNELS_VERSION,
         "target": _model(target),
         "draft": _model(draft) if draft else None,
         "processor": machine.processor(),

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.adjust import adjust_logits, adjust_sparse, apply_constraint
+from outpace.core.arrays import kernels, torch
 from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
-from outpace.core.kernels import kernels
-from outpace.core.lazy import torch
 from outpace.core.logits import Scores, SparseLogits, host_rows, stable_top_k, tensor_of
 from outpace.core.noise import gumbel
 from outpace.core.sampling import GREEDY, Sampling, log_probs

@@ -23,8 +23,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.core.logits import host_array, token_scores
 from outpace.core.options import MethodOptions, number, option, whole
 from outpace.core.tree import Siblings, TokenTree

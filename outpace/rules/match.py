@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.adjust import adjust_logits
-from outpace.core.arrays import to_device
-from outpace.core.lazy import torch
+from outpace.core.arrays import to_device, torch
 from outpace.core.logits import host_rows, tensor_of
 from outpace.core.noise import uniform
 from outpace.core.sampling import log_probs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outpace.core.lazy import torch
+from outpace.core.arrays import torch
 from outpace.core.options import MethodOptions, number
 from outpace.core.tree import Siblings
 from outpace.core.types import Row

@@ -11,8 +11,8 @@ from typing import Any
 
 from outpace.bench.peer import Peer, PeerSettings, TimedAnswer
 from outpace.bench.peers._rounds import RoundRecorder, check_length, require
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError, install_command
-from outpace.core.lazy import torch
 from outpace.models.files.find import resolve
 
 INSTALL = f"`{install_command('bench')}`"

@@ -22,10 +22,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outpace.core.errors import UserError
-from outpace.core.lazy import lazy_sha256
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 MODEL, LLAMA_CPP, PROFILE = "model", "model for llama.cpp", "profile"  # of these, only a model is a folder
 TABLES = "tables of a drafter"
@@ -201,6 +203,13 @@ class CacheEntry(NamedTuple):
     kind: str
     bytes: int
     used: float
+
+
+def lazy_sha256(data: bytes = b"") -> _Hash:
+    """Return hashlib's SHA-256; hashlib loads OpenSSL, which takes 4 MB of memory."""
+    import hashlib
+
+    return hashlib.sha256(data)
 
 
 def identity(files: Iterable[Path]) -> str:

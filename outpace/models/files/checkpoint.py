@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.models.base import UnsupportedModel
 from outpace.models.files.model_kind import has_language_model, language_model_names, text_config
 from outpace.models.files.reading import (

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.core.errors import UserError
-from outpace.models.files import hub
 from outpace.models.files.checkpoint import ORIGINAL, Checkpoint, folder_contents, lacks_embedding, weight_files
 from outpace.models.files.gguf.header import is_gguf
 from outpace.models.files.model_kind import ACCEPTED, check_text_model
@@ -46,6 +45,8 @@ def locate(spec: str | None, *, progress: Progress = silent) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, or a folder without permission
         raise UserError(f"{spec!r:.200} cannot be read ({error}); a model is {FORMS}") from error
     if not is_here:
+        from outpace.models.files import hub
+
         name = hub.parse_name(spec) if spec is not None else None
         if name is None or (name.file is None and path.suffix.lower() == ".gguf"):
             raise UserError(f"{spec!r:.200} does not exist; a model is {FORMS}")

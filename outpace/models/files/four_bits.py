@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import kernels, torch
 from outpace.core.errors import UserError
-from outpace.core.kernels import kernels
-from outpace.core.lazy import torch
 from outpace.models.files.checkpoint import ORIGINAL, OTHER_RUNTIME, Checkpoint, UnsupportedFiles
 from outpace.models.files.reading import RawTensor, read_optional_json
 from outpace.models.llama.weight_sources import StoredMatrix, StoredSize

@@ -16,8 +16,7 @@ import numpy as np
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.lazy import lazy_sha256
-from outpace.models.files.cache import cache_folder, new_file
+from outpace.models.files.cache import cache_folder, lazy_sha256, new_file
 
 SHIPPED = Path(__file__).parents[2] / "drafters" / "tables"  # files that come with outpace
 _MAGIC = b"outpace token tables, version 1\n"

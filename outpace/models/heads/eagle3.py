@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.arrays import join_rows
-from outpace.core.lazy import torch
+from outpace.core.arrays import join_rows, torch
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Model, Part, Session, apply_keep, check_forest
 from outpace.models.heads.config import MTP, HeadConfig

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.core.arrays import join_rows
-from outpace.core.kernels import kernels
-from outpace.core.lazy import torch
+from outpace.core.arrays import join_rows, kernels, torch
 from outpace.core.logits import SparseLogits
 from outpace.models.heads.config import HeadConfig
 from outpace.models.heads.dflash import BlockDraft, BlockModel, Markov

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.core.kernels import kernels
+from outpace.core.arrays import kernels
 from outpace.models.base import Part
 from outpace.models.heads.config import JOINED, HeadConfig
 from outpace.models.heads.dflash import BlockModel, BlockSession, Markov

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.models.base import Capability, runtime_name
 from outpace.models.files.reading import SafetensorsFile
 from outpace.models.heads.config import STEERING

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.constraints import TokenTexts
 from outpace.core.errors import UserError
-from outpace.core.lazy import lazy_sha256
 from outpace.core.machine import trim_heap
 from outpace.models.files import tokenizer_folder
+from outpace.models.files.cache import lazy_sha256
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json

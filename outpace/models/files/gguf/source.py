@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.models.files.cache import entry_path, identity, make_once, new_folder
 from outpace.models.files.checkpoint import NOTICES, SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer

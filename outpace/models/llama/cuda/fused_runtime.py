@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.core.triton_support import slow_path_warning
+from outpace.core.noise import slow_path_warning
 from outpace.models.base import chain
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.cuda import triton_kernels

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.lazy import num_cores
+from outpace.core.arrays import num_cores
 from outpace.models.llama.config.llama_config import ENTRY_BYTES, LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
 

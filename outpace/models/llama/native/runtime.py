@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from outpace.core.arrays import kernels, num_cores
 from outpace.core.errors import unknown
-from outpace.core.kernels import kernels
-from outpace.core.lazy import num_cores
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
 from outpace.models.base import Capability, Model, Part, Session, check_forest
 from outpace.models.llama.config.families import GELU

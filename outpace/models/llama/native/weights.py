@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.core.lazy import torch
 from outpace.models.llama.config import gemma
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.llama_config import LlamaConfig
