@@ -5,8 +5,10 @@ The README is the home page. A link to a file that is no page of the site (a sou
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ PAGES = {  # file of the repository -> page of the site
 SOURCES = {page: source for source, page in PAGES.items()}
 SHIM = "https://unpkg.com/iframe-worker/shim"  # what the plugin `offline` loads; docs/offline.js does the same
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Copies the package, and adds an __init__.py to each folder without one, which the reader of docstrings needs."""
+    copy = HOUSE / "build" / "source" / "outpace"
+    shutil.rmtree(copy, ignore_errors=True)
+    for file in (HOUSE / "outpace").rglob("*.py"):
+        place = copy / file.relative_to(HOUSE / "outpace")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, place)
+    for folder, _, _ in os.walk(copy):
+        (Path(folder) / "__init__.py").touch()
 
 
 def on_files(files: Files, config: Any) -> Files:

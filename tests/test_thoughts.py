@@ -14,7 +14,7 @@ from serving import Served, served
 from test_server_tools import ADD, FORMAT
 
 import outpace
-from outpace.models.text.thought_marks import KNOWN, THINK, ThoughtMarks
+from outpace.models.files.tokenizer_folder import KNOWN_MARKS, THINK, ThoughtMarks
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.calls import TextDelta, merge_deltas
 from outpace.tools.reasoning import ReasoningParser, Thought, ThoughtDelta, thought_after, thought_tokens
@@ -153,7 +153,7 @@ def tokenizer_of(where: Path, template: str, special: tuple[str, ...] = ()) -> T
             (),
             (*("<think>", "</think>"), ("<response>",), ("</response>",)),
         ),
-        (TURNS + "{# <|channel>thought\n<channel|> #}", (), KNOWN[1]),
+        (TURNS + "{# <|channel>thought\n<channel|> #}", (), KNOWN_MARKS[1]),
         (TURNS + "{# <|a|> m['reasoning_content'] <|b|> #}", ("<|a|>", "<|b|>"), ("<|a|>", "<|b|>")),
         (shown_as("<|x|>", "<|y|>", "<|z|>"), ("<|x|>", "<|y|>", "<|z|>"), ("<|x|>", "<|y|>", ("<|z|>",))),
         (shown_as("Why: ", "\nSo: ", field="thinking"), (), ("Why:", "So:")),
@@ -167,7 +167,7 @@ def test_marks_are_found_by_the_template(
     assert tokenizer.thought_marks == (ThoughtMarks(*expected) if isinstance(expected, tuple) else expected)
 
 
-CHANNEL_MARKS, FRAMED = KNOWN[0], ThoughtMarks(*COMMAND[:2], (COMMAND[2],), (COMMAND[3],))
+CHANNEL_MARKS, FRAMED = KNOWN_MARKS[0], ThoughtMarks(*COMMAND[:2], (COMMAND[2],), (COMMAND[3],))
 HEAD, TURN, FINAL = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
 
 
@@ -182,9 +182,13 @@ HEAD, TURN, FINAL = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant
         (CHANNEL_MARKS, "Hi <|end|>", [TextDelta("Hi <|end|>")]),  # no mark began it
         (FRAMED, f"{COMMAND[0]}so{COMMAND[1]}\n{COMMAND[2]} Hi{COMMAND[3]}", [ThoughtDelta("so"), TextDelta("Hi")]),
         (FRAMED, f"Hi{COMMAND[3]}", [TextDelta(f"Hi{COMMAND[3]}")]),
-        (KNOWN[1], "<|channel>thought\nso<channel|>Hi", [ThoughtDelta("so"), TextDelta("Hi")]),
-        (KNOWN[2], "Here is my thought process: so\nHere is my response: Hi", [ThoughtDelta("so\n"), TextDelta("Hi")]),
-        (KNOWN[2], "Here is my thought", [TextDelta("Here is my thought")]),
+        (KNOWN_MARKS[1], "<|channel>thought\nso<channel|>Hi", [ThoughtDelta("so"), TextDelta("Hi")]),
+        (
+            KNOWN_MARKS[2],
+            "Here is my thought process: so\nHere is my response: Hi",
+            [ThoughtDelta("so\n"), TextDelta("Hi")],
+        ),
+        (KNOWN_MARKS[2], "Here is my thought", [TextDelta("Here is my thought")]),
     ],
 )
 def test_all_marks_are_read_for_every_split_of_the_text(marks: ThoughtMarks, text: str, expected: list[Any]) -> None:
@@ -201,7 +205,7 @@ def test_all_marks_are_read_for_every_split_of_the_text(marks: ThoughtMarks, tex
         (ThoughtMarks("[THINK]", "[/THINK]"), "[THINK]so", "[THINK]so", Thought.CONTINUED),
         (ThoughtMarks("[THINK]", "[/THINK]"), "[THINK]so[/THINK]Hi", "[THINK]so[/THINK]Hi", Thought.NONE),
         (FRAMED, f"<|user|>{COMMAND[0]}{COMMAND[1]}{COMMAND[2]}", "", Thought.NONE),
-        (KNOWN[1], "model\n<|channel>thought\n<channel|>", "", Thought.NONE),
+        (KNOWN_MARKS[1], "model\n<|channel>thought\n<channel|>", "", Thought.NONE),
         (CHANNEL_MARKS, "<|message|>hello<|end|><|start|>assistant", "", Thought.OPTIONAL),
         (CHANNEL_MARKS, f"hello<|end|><|start|>assistant{HEAD}{TURN}", "", Thought.NONE),
     ],

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from outpace.api.params import SamplingParams
 from outpace.api.prompts import ChatPrompt, Prompt, chat_prompt_of
 from outpace.core.types import TokenLogprobs
+from outpace.models.files.tokenizer_folder import THINK, Thought
 from outpace.models.text.text_stream import TextStream, held_back
-from outpace.models.text.thought_marks import THINK, Thought
 from outpace.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

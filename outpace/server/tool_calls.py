@@ -11,7 +11,7 @@ from typing import Any
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.grammar.structure import read_structure
-from outpace.models.text.thought_marks import THINK, Thought, ThoughtMarks
+from outpace.models.files.tokenizer_folder import THINK, Thought, ThoughtMarks
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json

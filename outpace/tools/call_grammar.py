@@ -12,7 +12,7 @@ from outpace.core.errors import UserError
 from outpace.grammar import schema
 from outpace.grammar.schema import resolved, types_of
 from outpace.grammar.structure import FREE_WHITESPACE, Structure, quoted, schema_of
-from outpace.models.text.thought_marks import THINK
+from outpace.models.files.tokenizer_folder import THINK
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.definitions import CallFormat, Tool, ToolChoice
 

@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from outpace.models.files.tokenizer_folder import THINK, Thought, ThoughtMarks
 from outpace.models.text.text_stream import held_back
-from outpace.models.text.thought_marks import THINK, Thought, ThoughtMarks
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.tools.calls import TextDelta, merge_deltas
 

@@ -1,4 +1,4 @@
-"""Reads the files of a model folder that complete tokenizer.json, as transformers does; knows usual special tokens.
+"""Reads the files of a model folder that complete tokenizer.json, as transformers does; knows usual special tokens and marks.
 
 Special and added tokens may be named only in tokenizer_config.json, or in files of older versions of transformers:
 special_tokens_map.json and added_tokens.json. Chat templates have files of their own or are in tokenizer_config.json.
@@ -7,7 +7,10 @@ special_tokens_map.json and added_tokens.json. Chat templates have files of thei
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -64,6 +67,7 @@ INFILL_MARKS = {
 MARKS = frozenset(
     {*ENDS, MESSAGE_END, *ANSWER_ENDS, *TURN_BEGINS, *(text for texts in INFILL_MARKS.values() for text in texts)}
 )
+TAG = r"<[^\s<>{}'\"]{1,40}>|\[[^\s\[\]{}()'\".,:;]{1,40}\]|◁[^\s◁▷]{1,40}▷"  # a mark in brackets
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -234,3 +238,54 @@ def ends_among(tokens: Mapping[str, int], special: Container[int]) -> set[int]:
     ends = MARKS - {MESSAGE_END} if any(end in tokens for end in ANSWER_ENDS) else MARKS
     found = {tokens[end] for end in ends if end in tokens}
     return found | ({tokens[TAG_END]} if tokens.get(TAG_END) in special else set())
+
+
+class Thought(Enum):
+    """Whether an answer begins within a thought."""
+
+    NONE = "none"  # no, and it will have none
+    OPTIONAL = "optional"  # no, but the model may begin one
+    BEGUN = "begun"  # the chat template has begun one
+    CONTINUED = "continued"  # the last message, which the answer continues, has begun one
+
+    @property
+    def is_open(self) -> bool:
+        return self in (Thought.BEGUN, Thought.CONTINUED)
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """The marks that a model writes around a thought, and around the answer after it.
+
+    A thought is between `start` and `end`. `begins` may begin a part of the answer, and `ends` may end one: they belong
+    neither to the thought nor to the answer's text.
+    """
+
+    start: str
+    end: str
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.start, self.end, *self.begins, *self.ends)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The first tags of the marks that go on after one: a text that ends there is cut within a mark."""
+        found = [(mark, re.match(TAG, mark)) for mark in (self.start, *self.begins)]
+        return tuple(tag[0] for mark, tag in found if tag and tag[0] != mark)
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+# Marks whose texts do not show what begins and what ends, or whose answers have several parts.
+KNOWN_MARKS = (
+    ThoughtMarks(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+        ("<|end|>",),
+    ),
+    ThoughtMarks("<|channel>thought", "<channel|>"),
+    ThoughtMarks("Here is my thought process:", "Here is my response:"),
+)

@@ -4,69 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
+from outpace.models.files.tokenizer_folder import KNOWN_MARKS, TAG, ThoughtMarks
 from outpace.models.text.template_form import SECOND, THOUGHT, USER, TemplateForm
 
 _MENTIONS = re.compile(r"think|thought|reason|channel|inner", re.IGNORECASE)  # in templates that know thoughts
-_TAG = r"<[^\s<>{}'\"]{1,40}>|\[[^\s\[\]{}()'\".,:;]{1,40}\]|◁[^\s◁▷]{1,40}▷"
 _SPEAKS_OF_THOUGHT = re.compile(r"think|thought|reason|inner|reflect|ponder|analysis|monologue", re.IGNORECASE)
 _BEGIN_WORDS, _END_WORDS = {"begin", "start", "open", "prefix"}, {"end", "close", "stop", "suffix"}
 _ANSWERS = {("answer",), ("response",), ("solution",)}  # what marks around an answer are named after
 _FIELD = re.compile(r"reasoning_content|reasoning|thinking|thoughts?")
 _NEAR = 200  # characters between a field's name in a template and the marks next to it
-
-
-class Thought(Enum):
-    """Whether an answer begins within a thought."""
-
-    NONE = "none"  # no, and it will have none
-    OPTIONAL = "optional"  # no, but the model may begin one
-    BEGUN = "begun"  # the chat template has begun one
-    CONTINUED = "continued"  # the last message, which the answer continues, has begun one
-
-    @property
-    def is_open(self) -> bool:
-        return self in (Thought.BEGUN, Thought.CONTINUED)
-
-
-@dataclass(frozen=True)
-class ThoughtMarks:
-    """The marks that a model writes around a thought, and around the answer after it.
-
-    A thought is between `start` and `end`. `begins` may begin a part of the answer, and `ends` may end one: they belong
-    neither to the thought nor to the answer's text.
-    """
-
-    start: str
-    end: str
-    begins: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return (self.start, self.end, *self.begins, *self.ends)
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """The first tags of the marks that go on after one: a text that ends there is cut within a mark."""
-        found = [(mark, re.match(_TAG, mark)) for mark in (self.start, *self.begins)]
-        return tuple(tag[0] for mark, tag in found if tag and tag[0] != mark)
-
-
-THINK = ThoughtMarks("<think>", "</think>")
-# Marks whose texts do not show what begins and what ends, or whose answers have several parts.
-KNOWN = (
-    ThoughtMarks(
-        "<|channel|>analysis<|message|>",
-        "<|end|>",
-        ("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
-        ("<|end|>",),
-    ),
-    ThoughtMarks("<|channel>thought", "<channel|>"),
-    ThoughtMarks("Here is my thought process:", "Here is my response:"),
-)
 
 
 def find_marks(
@@ -79,10 +27,10 @@ def find_marks(
     """
     if not _MENTIONS.search(template):
         return None
-    if known := next((marks for marks in KNOWN if marks.start in template), None):
+    if known := next((marks for marks in KNOWN_MARKS if marks.start in template), None):
         return known
     named = sorted((word for word in added if word.strip() and word in template), key=len, reverse=True)
-    shown = _Shown(form, re.compile("|".join([*map(re.escape, named), _TAG])), stops)
+    shown = _Shown(form, re.compile("|".join([*map(re.escape, named), TAG])), stops)
     special = [word for word in named if added[word] and word not in stops]
     found = shown.around_thought() or _by_name(template, shown.marks, added) or _next_to_field(template, special, shown)
     if not found:

@@ -20,15 +20,24 @@ from outpace.models.files.cache import lazy_sha256
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufSource
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
-from outpace.models.files.tokenizer_folder import INFILL_MARKS, InfillTokens, ends_among, named_templates, token_text
-from outpace.models.text.template_form import PROBED_TOOL, TemplateForm
+from outpace.models.files.tokenizer_folder import (
+    INFILL_MARKS,
+    KNOWN_MARKS,
+    THINK,
+    InfillTokens,
+    ThoughtMarks,
+    ends_among,
+    named_templates,
+    token_text,
+)
 from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream, stream_factory
-from outpace.models.text.thought_marks import KNOWN, THINK, ThoughtMarks, find_marks
 
 if TYPE_CHECKING:
     import tokenizers
 
     from outpace.models.text.chat_template import ChatTemplate
+    from outpace.models.text.template_form import TemplateForm
+
 
 CUT = "CONTINUE_THIS_TEXT_HERE"  # marks the end of a message that is to be continued
 _READING, _LAST = Lock(), list[Any]()  # what identifies the file read last, and its content
@@ -189,6 +198,8 @@ class Tokenizer:
 
     def _form(self, name: str) -> TemplateForm:
         """Return the form of messages that the template of this name takes."""
+        from outpace.models.text.template_form import PROBED_TOOL, TemplateForm
+
         if name not in self._forms:
             values = self._default_values | ({"tools": [PROBED_TOOL]} if name == "tool_use" else {})
             self._forms[name] = TemplateForm(partial(self._renderer(name).render, **values))
@@ -197,6 +208,8 @@ class Tokenizer:
     @cached_property
     def thought_marks(self) -> ThoughtMarks | None:
         """The marks of the model's thoughts; None if its chat template does not show that it writes some."""
+        from outpace.models.text.thought_marks import find_marks
+
         added = {token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()}
         ends = {text for text in added if self.id_of(text) in self.stop_ids}
         return find_marks(self.template_text, self._form("default") if self.has_template else None, added, ends)
@@ -345,7 +358,8 @@ class Tokenizer:
     def _ends(self, named: Sequence[int]) -> frozenset[int]:
         """Return the ids that end an answer: those named by the model's files, and those found by their usual texts."""
         added = self._tokenizer.get_added_tokens_decoder()
-        inner = {marks.end for marks in KNOWN if marks.start in self.template_text}  # ends of thoughts, not of answers
+        # Ends of thoughts, not of answers.
+        inner = {marks.end for marks in KNOWN_MARKS if marks.start in self.template_text}
         texts = {token.content: index for index, token in added.items() if token.content not in inner}
         found = ends_among(texts, self.special_ids)
         bos = self.special_ids & {self.bos_id}  # begins another text

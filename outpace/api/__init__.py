@@ -1,1 +1,0 @@
-"""The Python library: load a model, generate text, stream it as it is written."""

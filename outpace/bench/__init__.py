@@ -1,1 +1,0 @@
-"""Measures outpace's methods and other engines on the same prompts."""

@@ -1,1 +1,0 @@
-"""Runs a target in several processes, started by torch.distributed.run: rank 0 leads, the other ranks follow."""

@@ -1,1 +1,0 @@
-"""The Llama family on a GPU: forwards captured as CUDA graphs, and kernels in Triton."""

@@ -1,1 +1,0 @@
-"""The Llama family on a CPU by the C++ kernels of the package `outpace_kernels`."""

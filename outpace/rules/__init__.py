@@ -1,1 +1,0 @@
-"""Verification rules: which drafted tokens are accepted, and which token follows them."""

@@ -1,1 +1,0 @@
-"""HTTP server with the OpenAI and Anthropic APIs, answered by speculative decoding."""

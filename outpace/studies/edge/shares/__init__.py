@@ -1,1 +1,0 @@
-"""Ways to divide each server's band and compute among its devices, one module each."""
