@@ -1,10 +1,9 @@
 """Which of 30 devices should draft for which of 4 servers? Run: python examples/edge.py"""
 
-from outpace.studies.edge.acceptance import read_acceptance
 from outpace.studies.edge.link import OneLink, advice
 from outpace.studies.edge.report import sentences
 from outpace.studies.edge.run import compare, find_policy
-from outpace.studies.edge.settings import EdgeSettings
+from outpace.studies.edge.settings import EdgeSettings, read_acceptance
 
 acceptance = read_acceptance("")  # the shipped pair's, by position
 settings = EdgeSettings(devices=30, servers=4, acceptance=acceptance)

@@ -18,10 +18,9 @@ from outpace.cli.edge import NetworkFlags
 from outpace.core import theory
 from outpace.core.errors import UserError
 from outpace.studies.edge import associations, channel, link, report, run
-from outpace.studies.edge.acceptance import SHIPPED, judged, read_acceptance
 from outpace.studies.edge.problem import ALONE, Assignment, SlotProblem
-from outpace.studies.edge.settings import EdgeSettings
-from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.settings import SHIPPED, EdgeSettings, judged, read_acceptance
+from outpace.studies.edge.shares import divide_equally, divide_optimally
 from outpace.studies.edge.world import make_world, mean_wait
 
 RNG = np.random.default_rng
@@ -104,7 +103,7 @@ def test_a_step_takes_the_longer_of_drafting_and_verification() -> None:
 def test_equal_shares_cost_what_evaluation_says(is_paper: bool) -> None:
     given = problem(9, 3, 4, price=0.2, is_paper=is_paper)
     server = associations.max_sinr(given, RNG(0))
-    assert given.equal_objective(server) == pytest.approx(objective(given, equal.divide(given, server)))
+    assert given.equal_objective(server) == pytest.approx(objective(given, divide_equally(given, server)))
 
 
 def test_simple_associations() -> None:
@@ -222,7 +221,7 @@ def steps(given: SlotProblem, chosen: Assignment) -> float:
 def test_optimal_shares_are_scipys(seed: int) -> None:
     devices = 2 + seed % 7
     given = one_cell(devices, seed)
-    found = steps(given, optimal.divide(given, np.zeros(devices, dtype=int)))
+    found = steps(given, divide_optimally(given, np.zeros(devices, dtype=int)))
     assert found == pytest.approx(slsqp(given), rel=1e-6)
 
 
@@ -235,7 +234,7 @@ def test_a_device_with_long_drafts_gets_what_it_needs_and_no_more() -> None:
         queue=np.array([0.0]),
         tokens=np.ones(3),
     )
-    chosen = optimal.divide(given, np.zeros(3, dtype=int))
+    chosen = divide_optimally(given, np.zeros(3, dtype=int))
     served = given.link[:, 0] / chosen.band + 20.0 / chosen.compute
     assert served[0] == pytest.approx(200.0, rel=1e-4)
     assert served[1] == pytest.approx(served[2])
@@ -245,14 +244,14 @@ def test_a_device_with_long_drafts_gets_what_it_needs_and_no_more() -> None:
 def test_all_servers_are_divided_at_once_as_one_by_one() -> None:
     given = problem(40, 4, 1)
     server = associations.greedy(given, RNG(0))
-    whole = optimal.divide(given, server)
+    whole = divide_optimally(given, server)
     for number in range(4):
         chosen = server == number
-        part = optimal.divide(given, np.where(chosen, server, ALONE))
+        part = divide_optimally(given, np.where(chosen, server, ALONE))
         assert whole.band[chosen] == pytest.approx(part.band[chosen])
         assert whole.band[chosen].sum() == pytest.approx(1.0)
         assert whole.compute[chosen].sum() == pytest.approx(1.0)
-    assert objective(given, whole) < objective(given, equal.divide(given, server))
+    assert objective(given, whole) < objective(given, divide_equally(given, server))
 
 
 @settings(max_examples=40, deadline=None)
@@ -260,10 +259,10 @@ def test_all_servers_are_divided_at_once_as_one_by_one() -> None:
 def test_more_bandwidth_or_compute_never_costs(devices: int, seed: int, factor: float) -> None:
     given = one_cell(devices, seed)
     here = np.zeros(devices, dtype=int)
-    least = steps(given, optimal.divide(given, here))
-    assert least <= steps(given, equal.divide(given, here)) * (1 + 1e-9)
+    least = steps(given, divide_optimally(given, here))
+    assert least <= steps(given, divide_equally(given, here)) * (1 + 1e-9)
     for better in (replace(given, link=given.link / factor), replace(given, verify=given.verify / factor)):
-        chosen = optimal.divide(better, here)
+        chosen = divide_optimally(better, here)
         assert steps(better, chosen) <= least * (1 + 1e-9)
         assert chosen.band.sum() == pytest.approx(1.0)
         assert chosen.compute.sum() == pytest.approx(1.0)

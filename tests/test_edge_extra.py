@@ -15,7 +15,7 @@ from commands import run_command
 from outpace.core import errors
 from outpace.core.errors import UserError
 from outpace.studies.edge.settings import EdgeSettings
-from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.shares import divide_equally, divide_optimally, load_learned
 from outpace.studies.edge.world import make_world
 
 SMALL = EdgeSettings(devices=24, servers=3, area=500.0)
@@ -51,7 +51,7 @@ def test_pettingzoo_accepts_the_environment() -> None:
 
 @pytest.mark.usefixtures("learned")
 def test_the_reward_is_what_the_shares_save() -> None:
-    from outpace.studies.edge.shares.learned import SPREAD, observe
+    from outpace.studies.edge.shares import SPREAD, observe
 
     cells = environment().CellEnvironment(SMALL, 6, seed=3)
     for seed in range(5):
@@ -60,13 +60,13 @@ def test_the_reward_is_what_the_shares_save() -> None:
         same = {agent: np.zeros(2, dtype=np.float32) for agent in cells.agents}
         assert list(cells.step(same)[1].values()) == pytest.approx([0.0] * 6, abs=1e-9)
         cells.reset(seed=seed)
-        best = optimal.divide(given, here)
+        best = divide_optimally(given, here)
         logs = np.log(np.stack([best.band, best.compute], axis=1))
         scores = (logs - logs.mean(0)) / SPREAD
         assert np.abs(scores).max() < 1.0
         _, rewards, _, _, infos = cells.step(dict(zip(cells.agents, scores, strict=True)))
         differences = [info["difference"] for info in infos.values()]
-        saved = np.log(given.evaluate(equal.divide(given, here)).cost.mean() / given.evaluate(best).cost.mean())
+        saved = np.log(given.evaluate(divide_equally(given, here)).cost.mean() / given.evaluate(best).cost.mean())
         assert all(value > -0.005 for value in differences), differences  # no device does harm at the optimum
         assert list(rewards.values()) == pytest.approx([saved] * 6, abs=1e-6)
     old = environment().CellEnvironment(replace(SMALL, channel_age=1), 6)
@@ -83,11 +83,10 @@ def test_a_policy_is_trained_saved_and_used(tmp_path: Path) -> None:
     names = "greedy/equal,greedy/learned"
     code, out, _ = run_command("edge", *network, "--worlds", 2, "--policy", file, "--policies", names)
     assert (code, "greedy/learned" in out, "nan" in out.lower()) == (0, True, False)
-    from outpace.studies.edge.shares.learned import load
 
     given = make_world(SMALL, 5).problem(0, np.zeros(3), np.ones(24))
     server = np.arange(24) % 4 - 1  # some write alone
-    chosen = load(file)(given, server)
+    chosen = load_learned(file)(given, server)
     for number in range(3):
         assert chosen.band[server == number].sum() == pytest.approx(1.0)
         assert chosen.compute[server == number].sum() == pytest.approx(1.0)
@@ -99,20 +98,18 @@ def test_a_wrong_policy_file_gets_a_sentence(tmp_path: Path) -> None:
     import gymnasium
     from stable_baselines3 import SAC
 
-    from outpace.studies.edge.shares.learned import load
-
     damaged, other = tmp_path / "damaged.zip", tmp_path / "other.zip"
     damaged.write_bytes(b"PK nothing")
     with pytest.raises(UserError, match="which is no policy of --train"):
-        load(damaged)
+        load_learned(damaged)
     SAC("MlpPolicy", gymnasium.make("Pendulum-v1"), device="cpu", policy_kwargs={"net_arch": [4]}).save(other)
     with pytest.raises(UserError, match=r"sees \(3,\) values and gives \(1,\); allowed are 9 and 2"):
-        load(other)
+        load_learned(other)
     model = SAC("MlpPolicy", training().SharedActorCells([environment().CellEnvironment(SMALL)]), device="cpu")
     model.actor.mu.bias.data[0] = float("nan")
     model.save(other)
     with pytest.raises(UserError, match="has weights that are not finite"):
-        load(other)
+        load_learned(other)
     assert "is no file" in run_command("edge", "--policy", tmp_path / "none.zip")[2]
     assert (
         "no server has 3 devices in reach"
@@ -141,7 +138,7 @@ def test_sionnas_channel_is_like_ours() -> None:
 
 @pytest.mark.usefixtures("sionna")
 def test_coding_stays_below_shannon_and_grows_with_the_channel() -> None:
-    from outpace.studies.edge.sionna_channel import coded_efficiency
+    from outpace.studies.edge.channel import coded_efficiency
 
     snr_db = np.arange(-6.0, 32.0, 2.0)
     rates = coded_efficiency(snr_db)

@@ -88,7 +88,7 @@ def edge(
     as_json: bool = JSON,
 ) -> None:
     """Show which devices should draft for which servers, and whether drafting on a device pays."""
-    from outpace.studies.edge.acceptance import read_acceptance
+    from outpace.studies.edge.settings import read_acceptance
 
     rates = read_acceptance(acceptance)
     check_whole("seed", study.seed, 0, 2**31)
@@ -156,9 +156,9 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
 
     learned = None
     if study.policy is not None:
-        from outpace.studies.edge.shares.learned import load
+        from outpace.studies.edge.shares import load_learned
 
-        learned = load(study.policy)
+        learned = load_learned(study.policy)
     default = [*run.DEFAULT, *(["move/learned"] if learned else [])]
     names = [name.strip() for name in study.policies.split(",")] if study.policies else default
     policies = [run.find_policy(name, learned) for name in dict.fromkeys(names)]
@@ -177,7 +177,7 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
         for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
             display.print_sentence(sentence)
     if study.plot is not None:
-        from outpace.studies.edge.plot import plot
+        from outpace.studies.edge.report import plot
 
         sizes = [f"{getattr(settings, name)} {name}" for name in ("devices", "servers") if name not in points[0]]
         plot(found, ", ".join([*sizes, f"{study.worlds} worlds", f"channel {settings.channel}"]), study.plot)

@@ -23,8 +23,7 @@ from outpace.core.errors import UserError
 from outpace.studies.edge.associations import max_sinr
 from outpace.studies.edge.problem import SlotProblem
 from outpace.studies.edge.settings import EdgeSettings
-from outpace.studies.edge.shares import equal
-from outpace.studies.edge.shares.learned import LIMIT, OBSERVATIONS, SCORES, from_scores, observe
+from outpace.studies.edge.shares import LIMIT, OBSERVATIONS, SCORES, divide_equally, from_scores, observe
 from outpace.studies.edge.world import make_world
 
 CELLS_PER_WORLD = 30  # cells drawn from one world before the next world is made
@@ -63,7 +62,7 @@ class CellEnvironment(ParallelEnv):
         if seed is not None:
             self._seed(seed)
         self._known, self._cell = self._draw()
-        self._base = self._cell.evaluate(equal.divide(self._known, self._here)).cost.mean()
+        self._base = self._cell.evaluate(divide_equally(self._known, self._here)).cost.mean()
         self.agents = list(self.possible_agents)
         seen = dict(zip(self.agents, observe(self._known, self._here), strict=True))
         return seen, {agent: {} for agent in self.agents}

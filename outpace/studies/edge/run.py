@@ -13,7 +13,7 @@ from outpace.core.errors import UserError, check_whole, unknown
 from outpace.studies.edge.associations import ASSOCIATIONS, Associate
 from outpace.studies.edge.problem import Assignment, DeviceFigures, SlotProblem
 from outpace.studies.edge.settings import SWEPT, EdgeSettings
-from outpace.studies.edge.shares import equal, optimal
+from outpace.studies.edge.shares import divide_equally, divide_optimally
 from outpace.studies.edge.world import EdgeWorld, make_world
 
 BASELINE = "max-sinr/equal"
@@ -54,7 +54,7 @@ def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
     allowed = SHARES if first != "alone" else ("equal",)  # a device alone shares nothing
     if second not in allowed:
         raise unknown(f"shares of the policy {name!r}", second, allowed)
-    divide = learned if second == "learned" else equal.divide if second == "equal" else optimal.divide
+    divide = learned if second == "learned" else divide_equally if second == "equal" else divide_optimally
     if divide is None:
         raise UserError(f"the policy {name} needs a trained one: name its file with --policy, or train it with --train")
     return EdgePolicy(name, ASSOCIATIONS[first], divide)

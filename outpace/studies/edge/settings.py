@@ -1,4 +1,4 @@
-"""The parameters of a simulated network, with their defaults.
+"""The parameters of a simulated network, with their defaults, and the acceptance rates of drafted tokens.
 
 M, E and W are those of the paper, UARA (arXiv:2511.01695), which has GPT2-XL as the target and GPT2 (137 M weights) as
 the draft model. The other values of its Table I could not be read: those marked "ours" were chosen here.
@@ -7,10 +7,15 @@ the draft model. The other values of its Table I could not be read: those marked
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
+from outpace.models.files.reading import read_json
 
+SHIPPED = Path(__file__).parents[2] / "drafts" / "smollm2-135m-instruct" / "judgement.json"
 OBJECTIVES = ("step", "paper")
 CHANNELS = ("3gpp", "sionna")
 SCENARIOS = ("umi", "uma")
@@ -107,3 +112,39 @@ SWEPT = {  # settings that a sweep may change, and their types
     **dict.fromkeys(("devices", "servers", "slots", "draft_length"), int),
     **dict.fromkeys(("bandwidth_mhz", "energy_weight", "area", "speed", "prompts", "transmit_dbm"), float),
 }
+
+
+def read_acceptance(text: str) -> tuple[float, ...]:
+    """Parse comma-separated rates or read a judgement.json; an empty text means the rates of the shipped pair."""
+    if not text:
+        return judged(SHIPPED)
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        if Path(text).suffix != ".json":
+            says = "it must be rates with commas between them, as in 0.8,0.7, or a judgement.json of outpace distill"
+            raise UserError(f"acceptance is {text!r}, {says}") from None
+        return judged(Path(text))
+    for rate in rates:
+        check_range("acceptance", rate, 0.0, 1.0)
+    return rates
+
+
+def judged(file: Path) -> tuple[float, ...]:
+    """Return the acceptance rate at each draft position at temperature 0, averaged over tasks."""
+    rows = read_json(file).get("rows")
+    columns = [_positions(row, file) for row in rows if _is_greedy(row)] if isinstance(rows, list) else []
+    if not any(columns):
+        raise UserError(f"{file} has no row of temperature 0 with `by_position`, the acceptance of each draft position")
+    return tuple(fmean(rate for rate in column if rate is not None) for column in zip_longest(*columns))
+
+
+def _is_greedy(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("temperature") == 0
+
+
+def _positions(row: dict[str, Any], file: Path) -> list[float]:
+    rates = row.get("by_position") or []
+    for rate in rates if isinstance(rates, list) else [rates]:
+        check_range(f"by_position in {file}", rate, 0.0, 1.0)
+    return list(rates)

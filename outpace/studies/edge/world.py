@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core import theory
-from outpace.studies.edge.channel import Channel, PathLossChannel
+from outpace.studies.edge.channel import Channel, PathLossChannel, SionnaChannel
 from outpace.studies.edge.problem import SlotProblem
 from outpace.studies.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
 
@@ -95,8 +95,6 @@ def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
 def _open_channel(settings: EdgeSettings, rng: np.random.Generator) -> Channel:
     if settings.channel == "3gpp":
         return PathLossChannel(settings, rng)
-    from outpace.studies.edge.sionna_channel import SionnaChannel
-
     return SionnaChannel(settings, rng)
 
 
