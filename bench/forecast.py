@@ -27,8 +27,8 @@ from gluonts.model.seasonal_naive import SeasonalNaivePredictor
 from torch import Tensor
 from torch.distributions import Distribution
 
-from outpace.studies.timeseries.base import PatchModel
 from outpace.studies.timeseries.forecaster import QUANTILES, SHIPPED, Forecaster
+from outpace.studies.timeseries.patch_models import PatchModel
 from outpace.studies.timeseries.predictor import ForecasterPredictor
 from outpace.studies.timeseries.transformer import TransformerForecaster
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, StudentT
 
-from outpace.studies.timeseries.base import PatchModel
-from outpace.studies.timeseries.draft_length import FixedLength
+from outpace.studies.timeseries.patch_models import PatchModel
 from outpace.studies.timeseries.rules import ExactRule, PatchRule
-from outpace.studies.timeseries.sampling import Paths, PathStats, draw_paths
+from outpace.studies.timeseries.sampling import FixedLength, Paths, PathStats, draw_paths
 
 LEVEL = 1e-3
 _NEAR = 800  # draws whose distances are all computed

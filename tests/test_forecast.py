@@ -17,8 +17,8 @@ from forecast_checks import ToyForecaster
 from test_forecast_models import config, network
 
 from outpace.core.errors import UserError
-from outpace.studies.timeseries.draft_length import AcceptanceLength, FixedLength, MeasuredLength
 from outpace.studies.timeseries.forecaster import Forecaster
+from outpace.studies.timeseries.sampling import AcceptanceLength, FixedLength, MeasuredLength
 from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 DAY = 96

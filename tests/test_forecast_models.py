@@ -12,11 +12,9 @@ from torch import Tensor
 from transformers import LlamaConfig, TimesFm2_5Config, TimesFm2_5ModelForPrediction
 
 from outpace.core.errors import UserError
-from outpace.studies.timeseries.base import PatchModel
-from outpace.studies.timeseries.draft_length import FixedLength
-from outpace.studies.timeseries.point import PointForecaster, timesfm
+from outpace.studies.timeseries.patch_models import PatchModel, PointForecaster, timesfm
 from outpace.studies.timeseries.rules import ExactRule
-from outpace.studies.timeseries.sampling import PathStats, draw_paths
+from outpace.studies.timeseries.sampling import FixedLength, PathStats, draw_paths
 from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 POINTS = 4

@@ -236,7 +236,7 @@ def test_a_cycle_is_found() -> None:
         ("models.stray", "from outpace.models.base import Model"),
         ("server.app", "def f():\n    from outpace.bench.tasks import run"),
         ("cli.main", "from outpace.server.app import serve"),
-        ("studies.edge.run", "from outpace.studies.timeseries.base import PatchModel"),
+        ("studies.edge.run", "from outpace.studies.timeseries.patch_models import PatchModel"),
         ("api.llm", "from outpace.studies.edge.settings import EdgeSettings"),
         ("nowhere", "import torch"),
     ],

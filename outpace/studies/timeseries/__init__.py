@@ -4,5 +4,5 @@ from outpace.core.errors import require
 
 require("outpace.studies.timeseries", "timeseries", "torch", "transformers")
 
-from outpace.studies.timeseries.base import PatchModel as PatchModel  # noqa: E402
 from outpace.studies.timeseries.forecaster import Forecaster as Forecaster  # noqa: E402
+from outpace.studies.timeseries.patch_models import PatchModel as PatchModel  # noqa: E402

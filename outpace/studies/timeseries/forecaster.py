@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.studies.timeseries.base import PatchModel
-from outpace.studies.timeseries.draft_length import (
+from outpace.studies.timeseries.patch_models import PatchModel
+from outpace.studies.timeseries.rules import ExactRule, PatchRule, StrideRule
+from outpace.studies.timeseries.sampling import (
     MAX_LENGTH,
     AcceptanceLength,
     DraftLength,
     FixedLength,
     MeasuredLength,
+    PathStats,
+    draw_paths,
 )
-from outpace.studies.timeseries.rules import ExactRule, PatchRule, StrideRule
-from outpace.studies.timeseries.sampling import PathStats, draw_paths
 
 if TYPE_CHECKING:
     import pandas as pd

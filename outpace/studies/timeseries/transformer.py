@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from outpace.core.errors import UserError
 from outpace.models.hf.load import without_bars
 from outpace.models.llama.torch.linear import pack
-from outpace.studies.timeseries.base import PatchModel
+from outpace.studies.timeseries.patch_models import PatchModel
 
 _MIN_SCALE = 1e-3  # of a scaled value: a flat stretch of history must not give an infinite density
 _MIN_FREEDOM = 2.05  # degrees of freedom; the variance is finite above 2
