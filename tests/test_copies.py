@@ -14,8 +14,16 @@ from light import grown
 from outpace.core.tree import Siblings, TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import ngram
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, kind_of, lookup
-from outpace.drafters._lookup import BREAK, NgramIndex, NgramMatch
+from outpace.drafters._lookup import (
+    BREAK,
+    Certainty,
+    LookupDrafter,
+    LookupState,
+    NgramIndex,
+    NgramMatch,
+    kind_of,
+    lookup,
+)
 from outpace.rules.greedy import Greedy
 
 

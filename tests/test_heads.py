@@ -38,7 +38,6 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.heads import files as head_files
-from outpace.models.heads import load as load_heads
 from outpace.models.heads import native as native_heads
 from outpace.models.heads.config import head_kind
 from outpace.models.heads.files import target_of_head
@@ -335,7 +334,6 @@ def test_a_gguf_field_of_the_wrong_kind_is_named(
     path = write_head(tmp_path / "head", "gguf")
     header = open_gguf_model(path)
     changed = header.metadata | {f"eagle3.{field}": value, "tokenizer.ggml.tokens": 0}
-    monkeypatch.setattr(load_heads, "open_gguf_model", lambda path: header)
     monkeypatch.setattr(head_files, "open_gguf_model", lambda path: replace(header, metadata=changed))
     with pytest.raises(UserError, match=f"{field} is {value!r}, it must be ") as error:
         load(targets, path)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, final
 
-from outpace.core.constraints import BannedText, Constraint
 from outpace.core.distribution import RandomSource
 from outpace.core.drafting import NO_NEEDS, UNRESTRICTED, DraftDirectives, Needs, TargetFeedback, join_feedback
 from outpace.core.errors import check_range, check_whole
@@ -28,6 +27,8 @@ from outpace.core.tree import UNLIMITED, Siblings, TokenTree
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+    from outpace.core.constraints import BannedText, Constraint
 
 
 class Pick(Enum):

@@ -11,8 +11,7 @@ from operator import itemgetter
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Request
-from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, lookup
-from outpace.drafters._lookup import NgramIndex
+from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState, NgramIndex, lookup
 
 _PLACES = 8  # places examined, or as many as copies are proposed if these are more
 _WINDOW = 65536  # number of trailing tokens of the text in which matches are sought

@@ -20,8 +20,15 @@ from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
-from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
-from outpace.drafters._lookup import BREAK
+from outpace.drafters._lookup import (
+    BREAK,
+    LookupDrafter,
+    LookupMatch,
+    LookupState,
+    TreeLimits,
+    grow_continuations,
+    lookup,
+)
 from outpace.models.files import token_tables
 
 DEPTH = 32  # tokens before a place by which places are sorted; a power of two

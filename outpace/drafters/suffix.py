@@ -15,8 +15,16 @@ from outpace.core.stats import PerSalt
 from outpace.core.options import MethodOptions, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._lookup import LookupDrafter, LookupMatch, LookupState, TreeLimits, grow_continuations, lookup
-from outpace.drafters._lookup import BREAK, NgramIndex
+from outpace.drafters._lookup import (
+    BREAK,
+    LookupDrafter,
+    LookupMatch,
+    LookupState,
+    NgramIndex,
+    TreeLimits,
+    grow_continuations,
+    lookup,
+)
 
 _DEPTH = 64  # most tokens to match
 _PLACES = 16  # places examined in the text, and as many in past answers

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outpace.core.constraints import Constraint
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError, check_range, check_whole
 from outpace.core.logits import Scores
@@ -33,6 +32,9 @@ from outpace.engine.earlier_texts import HashedTokens
 from outpace.models.base import Model, Session
 from outpace.planning.cost_model import CostModel
 from outpace.rules.base import picks_best_scores
+
+if TYPE_CHECKING:
+    from outpace.core.constraints import Constraint
 
 StopCheck = Callable[[Sequence[int], int], int | None]
 """Called with the tokens of a round and `num_drafted`, the number of drafted ones among them. Returns how many of them

@@ -6,9 +6,8 @@ import math
 import os
 from typing import Any
 
-from outpace.core.arrays import kernels, num_cores, torch
-from outpace.core.errors import UserError, require
 from outpace.core.arrays import torch
+from outpace.core.errors import UserError, require
 from outpace.core.machine import free_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.weight_sources import FLOATS

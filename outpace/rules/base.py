@@ -10,7 +10,6 @@ import numpy as np
 
 from outpace.core.adjust import adjust_logits, adjust_sparse, apply_constraint
 from outpace.core.arrays import kernels, torch
-from outpace.core.constraints import Constraint
 from outpace.core.errors import UserError
 from outpace.core.logits import Scores, SparseLogits, host_rows, stable_top_k, tensor_of
 from outpace.core.noise import gumbel
@@ -19,6 +18,8 @@ from outpace.core.types import Pick, Ranks, Request, Row, Rule, TopK
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from outpace.core.constraints import Constraint
 
 
 class FailedRow(NamedTuple):

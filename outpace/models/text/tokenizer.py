@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.constraints import TokenTexts
 from outpace.core.errors import UserError
 from outpace.core.machine import trim_heap
 from outpace.models.files import tokenizer_folder
@@ -35,6 +34,7 @@ from outpace.models.text.text_stream import REPLACEMENT, TextStream, TokenStream
 if TYPE_CHECKING:
     import tokenizers
 
+    from outpace.core.constraints import TokenTexts
     from outpace.models.text.chat_template import ChatTemplate
     from outpace.models.text.template_form import TemplateForm
 
@@ -270,6 +270,8 @@ class Tokenizer:
     @cached_property
     def texts(self) -> TokenTexts:
         """What each id adds to an answer's text; special and stop tokens add nothing."""
+        from outpace.core.constraints import TokenTexts  # for banned strings and structured answers
+
         return TokenTexts([b"" if index in self.stop_ids else self._added_bytes(index) for index in range(self.size)])
 
     def spelled(self, token: int) -> bytes:

@@ -7,7 +7,6 @@ from typing import Any
 
 from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.core.arrays import num_cores
 from outpace.models.llama.config.llama_config import ENTRY_BYTES, LlamaConfig
 from outpace.models.options import AUTO, FILE, INT4, INT8
 
