@@ -146,10 +146,11 @@ def _checked(learnt: Any) -> dict[str, Any]:
     if learnt["method"] is not None and learnt["method"] not in registry.names("decoders"):
         raise ValueError(f"there is no method {learnt['method']!r:.80}")
     curves = [learnt["rounds"], *learnt["draft"].values()]
-    if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(_whole, curve)]):
+    if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(int, curve)]):
         raise ValueError(f"a time or a row count is not a number above 0 and up to {_LARGEST:g}")
     shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
-    if not all(map(_is_number, shares)) or not all(map(_is_layers, learnt["growth"].values())):
+    is_by_layer = all(isinstance(values, list) and values for values in learnt["growth"].values())
+    if not all(map(_is_number, shares)) or not is_by_layer:
         raise ValueError(f"trust or growth is not a number from 0 to {_LARGEST:g}")
     return learnt
 
@@ -164,11 +165,3 @@ def _is_positive(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
-
-
-def _is_layers(values: Any) -> bool:
-    return isinstance(values, list) and bool(values)
-
-
-def _whole(text: str) -> int:
-    return int(text)

@@ -133,14 +133,11 @@ def read_acceptance(text: str) -> tuple[float, ...]:
 def judged(file: Path) -> tuple[float, ...]:
     """Return the acceptance rate at each draft position at temperature 0, averaged over tasks."""
     rows = read_json(file).get("rows")
-    columns = [_positions(row, file) for row in rows if _is_greedy(row)] if isinstance(rows, list) else []
+    found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    columns = [_positions(row, file) for row in found if row.get("temperature") == 0]
     if not any(columns):
         raise UserError(f"{file} has no row of temperature 0 with `by_position`, the acceptance of each draft position")
     return tuple(fmean(rate for rate in column if rate is not None) for column in zip_longest(*columns))
-
-
-def _is_greedy(row: Any) -> bool:
-    return isinstance(row, dict) and row.get("temperature") == 0
 
 
 def _positions(row: dict[str, Any], file: Path) -> list[float]:

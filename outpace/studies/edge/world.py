@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core import theory
-from outpace.studies.edge.channel import Channel, PathLossChannel, SionnaChannel
+from outpace.studies.edge.channel import PathLossChannel, SionnaChannel
 from outpace.studies.edge.problem import SlotProblem
 from outpace.studies.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
 
@@ -81,7 +81,8 @@ def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
     pass_ms = np.array(PASS_MS)[rng.integers(len(PASS_MS), size=settings.servers)]
     battery = rng.uniform(*settings.battery, size=settings.devices)
     heading = rng.uniform(0.0, 2.0 * np.pi, size=settings.devices)
-    channel, slots, place = _open_channel(settings, rng), [], devices * settings.area
+    channel = (PathLossChannel if settings.channel == "3gpp" else SionnaChannel)(settings, rng)
+    slots, place = [], devices * settings.area
     for _ in range(settings.slots):
         efficiency = channel.efficiency(place, servers * settings.area)
         slots.append(RadioSlot(efficiency, rng.random(settings.devices) < settings.prompts))
@@ -90,12 +91,6 @@ def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
         place = settings.area - np.abs(settings.area - np.abs(place + stride))  # walls reflect
     lengths = _lengths(settings, kind, battery, pass_ms)
     return EdgeWorld(settings, kind, battery, pass_ms, lengths, tuple(slots))
-
-
-def _open_channel(settings: EdgeSettings, rng: np.random.Generator) -> Channel:
-    if settings.channel == "3gpp":
-        return PathLossChannel(settings, rng)
-    return SionnaChannel(settings, rng)
 
 
 def mean_wait(queue: np.ndarray, slot_ms: float) -> np.ndarray:
