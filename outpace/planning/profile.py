@@ -36,7 +36,7 @@ def subject(target: Loaded, draft: Loaded | None) -> dict[str, Any]:
     """Return the identity of a profile: everything known in advance on which speeds and acceptance depend."""
     others = {"others": [_model(other) for other in draft.others]} if draft and draft.others else {}
     return {
-        "version": KERNELS_VERSION,
+        "version": VERSION,
         "target": _model(target),
         "draft": _model(draft) if draft else None,
         "processor": machine.processor(),

@@ -93,7 +93,7 @@ class Trace:
         """Write a safetensors file atomically."""
         from safetensors.numpy import save_file
 
-        about = {"format": FORMAT, "version": KERNELS_VERSION, "target": self.target, "draft": self.draft}
+        about = {"format": FORMAT, "version": VERSION, "target": self.target, "draft": self.draft}
         about |= {"ranks": str(self.ranks), "vocab_size": str(self.vocab_size)}
         about["temperature"] = repr(self.temperature)
         about["tasks"] = json.dumps([answer.task for answer in self.answers])
