@@ -45,7 +45,7 @@ outpace.core: adjust arrays child_process distribution drafting errors logits ma
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
 outpace.drafters:
-outpace.drafters: _calibration _composite _lookup _model_drafter _multi_step _sampled _tree_expander
+outpace.drafters: _calibration _children _composite _lookup _model_drafter _multi_step _tree_expander
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory prefill scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
