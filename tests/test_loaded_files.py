@@ -13,7 +13,7 @@ import pytest
 from files import smollm2_file
 
 ROOT = Path(__file__).parents[1]
-MAX_LOADED, MAX_RUN = 96, 40
+MAX_LOADED, MAX_RUN = 93, 40
 SCRIPT = """
 import json, sys, threading
 
@@ -49,11 +49,11 @@ outpace.drafters: _calibration _children _composite _lookup _model_drafter _mult
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory prefill scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
-outpace.models.files: cache checkpoint find four_bits model_kind packed pairs reading special_tokens tokenizer_folder
+outpace.models.files: cache checkpoint find four_bits model_kind pairs reading tokenizer_folder
 outpace.models.files.gguf: config header source tokenizer
 outpace.models.heads: config
 outpace.models.llama: inflation weight_sources
-outpace.models.llama.config: draft_vocab families fields footprint gemma llama_config phi rope
+outpace.models.llama.config: draft_vocab families fields gemma llama_config phi rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: chat_template template_process text_stream tokenizer
 outpace.planning: cost_model estimators planner profile sources

@@ -1,4 +1,4 @@
-"""Reads the files of a model folder that complete tokenizer.json, as transformers does; knows usual special tokens and marks.
+"""Reads the files of a model folder that complete tokenizer.json, as transformers does; knows usual tokens and marks.
 
 Special and added tokens may be named only in tokenizer_config.json, or in files of older versions of transformers:
 special_tokens_map.json and added_tokens.json. Chat templates have files of their own or are in tokenizer_config.json.
