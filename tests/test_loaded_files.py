@@ -13,7 +13,7 @@ import pytest
 from files import smollm2_file
 
 ROOT = Path(__file__).parents[1]
-MAX_LOADED, MAX_RUN = 93, 40
+MAX_LOADED, MAX_RUN = 90, 40
 SCRIPT = """
 import json, sys, threading
 
@@ -41,7 +41,7 @@ print(json.dumps([method, sorted(loaded), sorted(name for name, file in loaded.i
 LOADED = """
 outpace:
 outpace.api: llm pair params prompts shared_engine stream text
-outpace.core: adjust arrays child_process distribution drafting errors logits machine multi_step noise noise_constants
+outpace.core: adjust arrays distribution drafting errors logits machine multi_step noise noise_constants
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
 outpace.drafters:
@@ -55,7 +55,7 @@ outpace.models.heads: config
 outpace.models.llama: inflation weight_sources
 outpace.models.llama.config: draft_vocab families fields gemma llama_config phi rope
 outpace.models.llama.native: binding runtime weights
-outpace.models.text: chat_template template_process text_stream tokenizer
+outpace.models.text: text_stream tokenizer
 outpace.planning: cost_model estimators planner profile sources
 outpace.rules: _ratio base greedy gumbel match
 """  # a line without names: the package's own __init__.py
