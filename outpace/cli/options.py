@@ -182,7 +182,6 @@ class ModelFlags:
         from outpace.card.link import check_reachable, read_address
         from outpace.cli.display import loading_bar, say
         from outpace.cli.process import end_after_loss
-        from outpace.core.drafting import is_address
         from outpace.models.files.find import short_name
         from outpace.models.load import known_draft
 

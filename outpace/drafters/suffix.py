@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from outpace.core.stats import PerSalt
 from outpace.core.options import MethodOptions, whole
+from outpace.core.stats import PerSalt
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters._lookup import (

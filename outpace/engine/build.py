@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outpace.core import registry
+from outpace.core.arrays import num_cores
 from outpace.core.drafting import NO_NEEDS, BuildContext, Needs
 from outpace.core.errors import UserError, require
-from outpace.core.arrays import num_cores
 from outpace.core.sampling import Sampling
 from outpace.core.tree import Siblings
 from outpace.core.types import Drafter, Rule

@@ -14,9 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outpace.core.arrays import kernels, num_cores, num_threads
 from outpace.core.errors import UserError, require
-from outpace.core.arrays import kernels
-from outpace.core.arrays import num_cores, num_threads
 from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
