@@ -31,7 +31,7 @@ from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter
 from outpace.drafters.suffix import SuffixDrafter
 from outpace.engine.draft_runner import DraftRunner
-from outpace.engine.prefill import PrefillCostModel
+from outpace.engine.scheduler import PrefillCostModel
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage
 from outpace.models.llama.torch import attention
 from outpace.planning.cost_model import CostModel

@@ -93,8 +93,8 @@ def test_every_name_of_code_is_in_the_code(page: str) -> None:
 
 def test_an_unknown_name_is_noticed() -> None:
     gone = "Draft" + "Heads"  # in one piece this file would have it
-    text = f"`Engine.submit` (`engine/engine.py`), `{gone}`, `Engine.submit` (`engine/prefill.py`)"
-    assert list(unknown_names(text)) == [gone, "Engine.submit in engine/prefill.py"]
+    text = f"`Engine.submit` (`engine/engine.py`), `{gone}`, `Engine.submit` (`engine/scheduler.py`)"
+    assert list(unknown_names(text)) == [gone, "Engine.submit in engine/scheduler.py"]
 
 
 def test_a_dead_link_is_noticed(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine import target_runner
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget
+from outpace.engine.scheduler import PrefillCostModel, Span, Unread, prefill_time, split_prefill_budget
 from outpace.models.base import Model, Part
 from outpace.models.llama.torch.runtime import Llama
 from outpace.rules.greedy import Greedy

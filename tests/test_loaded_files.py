@@ -47,7 +47,7 @@ outpace.decoders: auto base
 outpace.drafters:
 outpace.drafters: _calibration _children _composite _lookup _model_drafter _multi_step _tree_expander
 outpace.drafters: grammar model ngram prediction
-outpace.engine: build draft_runner earlier_texts engine kv_memory prefill scheduler sequence target_runner warmup
+outpace.engine: build draft_runner earlier_texts engine kv_memory options scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
 outpace.models.files: cache checkpoint find four_bits model_kind pairs reading tokenizer_folder
 outpace.models.files.gguf: config header source tokenizer

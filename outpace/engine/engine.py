@@ -23,8 +23,7 @@ from outpace.engine.draft_runner import DraftRunner
 from outpace.engine.earlier_texts import AnswerCache
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.options import EngineOptions as EngineOptions
-from outpace.engine.prefill import PrefillCostModel, Span, Unread, split_prefill_budget
-from outpace.engine.scheduler import Scheduler
+from outpace.engine.scheduler import PrefillCostModel, Scheduler, Span, Unread, split_prefill_budget
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
