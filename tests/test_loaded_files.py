@@ -41,23 +41,23 @@ print(json.dumps([method, sorted(loaded), sorted(name for name, file in loaded.i
 LOADED = """
 outpace:
 outpace.api: llm pair params prompts shared_engine stream text
-outpace.core: adjust arrays distribution drafting errors logits machine multi_step noise noise_constants
+outpace.core: adjust arrays distribution drafting errors logits machine noise noise_constants
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
 outpace.drafters:
-outpace.drafters: _calibration _children _composite _lookup _model_drafter _multi_step _tree_expander
+outpace.drafters: _calibration _children _composite _lookup _model_drafter _tree_expander
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory options scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
 outpace.models.files: cache checkpoint find four_bits model_kind pairs reading tokenizer_folder
 outpace.models.files.gguf: config header source tokenizer
 outpace.models.heads: config
-outpace.models.llama: inflation weight_sources
+outpace.models.llama: weight_sources
 outpace.models.llama.config: draft_vocab families fields gemma llama_config phi rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: text_stream tokenizer
 outpace.planning: cost_model estimators planner profile sources
-outpace.rules: _ratio base greedy gumbel match
+outpace.rules: base greedy
 """  # a line without names: the package's own __init__.py
 
 
