@@ -243,10 +243,10 @@ def test_a_text_past_the_declared_length_where_yarn_scales_it(pairs: Callable[[s
 
 def test_rotary_factors_do_not_depend_on_the_table_size() -> None:
     short, steps, long = (Rotary(16, Rotation(10000.0, YARNED), CPU) for _ in range(3))
-    short.reach(10)
+    short.grow_to(10)
     for positions in (5000, 20, 9000):
-        steps.reach(positions)
-    long.reach(9000)
+        steps.grow_to(positions)
+    long.grow_to(9000)
     places = torch.arange(9000)
     assert torch.equal(steps(places), long(places))
     assert torch.equal(short(places[:10]), long(places[:10]))

@@ -135,12 +135,15 @@ def test_tokens_and_stores_of_other_models_raise() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"shown": np.array([1], np.int32), "layers": np.array([0], np.int32)}, "a shown row is out of range"),
-        ({"shown": np.array([0], np.int32), "layers": np.array([4], np.int32)}, "layer 4 is out of range"),
-        ({"gaps": {0: 1}}, "a gap is longer than what is committed"),
-        ({"gaps": {1: 0}}, "a span is out of range"),
+        (
+            {"hidden_rows": np.array([1], np.int32), "layers": np.array([0], np.int32)},
+            "a row of hidden states is out of range",
+        ),
+        ({"hidden_rows": np.array([0], np.int32), "layers": np.array([4], np.int32)}, "layer 4 is out of range"),
+        ({"position_gaps": {0: 1}}, "a gap is longer than what is committed"),
+        ({"position_gaps": {1: 0}}, "a span is out of range"),
         ({"inputs": {0: np.zeros((2, 48), np.float32)}}, "inputs has the wrong shape"),
-        ({"steer": {0: np.zeros((3, 80), np.float32)}}, "steer has the wrong shape"),
+        ({"mlp_bias": {0: np.zeros((3, 80), np.float32)}}, "mlp_bias has the wrong shape"),
         ({"skipped": np.zeros((2, 2), bool)}, "skipped has the wrong shape"),
     ],
 )
@@ -149,7 +152,7 @@ def test_arrays_that_do_not_fit_are_refused(options: dict, says: str) -> None:
     session, one = model.open(8, 8), np.zeros(1, np.int32)
     session.reserve(8)
     spans = [(session.store, 0, 0, 1, np.ones((1, 1), bool))]
-    if "shown" in options:
+    if "hidden_rows" in options:
         options["hidden"] = np.zeros((1, 1, 48), np.float32)
     rotation, logits = np.zeros((1, 4, 2), np.float32), np.zeros((1, 97), np.float32)
     with pytest.raises(ValueError, match=says):

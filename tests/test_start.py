@@ -191,13 +191,13 @@ def test_rope_tables_of_the_kernels_equal_those_of_torch(scaling: Scaling | None
     """To one unit in the last place of each part, where torch rounds twice."""
     native = NativeRopeTable(64, [Rotation(1e5, scaling)])
     rotary = Rotary(64, Rotation(1e5, scaling), torch.device("cpu"))
-    native.reach(5000)
-    rotary.reach(5000)
+    native.grow_to(5000)
+    rotary.grow_to(5000)
     expected = torch.view_as_real(rotary(torch.arange(5000))).numpy()
     np.testing.assert_allclose(native.table[:5000], expected, rtol=0, atol=2.0**-23)
     grown = NativeRopeTable(64, [Rotation(1e5, scaling)])
-    grown.reach(1)
-    grown.reach(5000)
+    grown.grow_to(1)
+    grown.grow_to(5000)
     assert grown.table.tobytes() == native.table.tobytes()
 
 

@@ -12,7 +12,7 @@ from outpace_kernels.emulated_numbers import GROUP, HALF, QUARTER, F, fma, group
 INT8 = "Q8_0"  # the format of rounded floats
 
 
-class Room:
+class WeightArena:
     """A stand-in for memory that matrices share in the kernels; here each has its own."""
 
 
@@ -20,7 +20,7 @@ class Matrix:
     """Weights [outputs, inputs] in a file's format or rounded to int8."""
 
     def __init__(
-        self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1, room: Room | None = None
+        self, weights: np.ndarray, bias: Sequence[float] = (), threads: int = 1, arena: WeightArena | None = None
     ) -> None:
         """Round floats to int8."""
         self._hold(weights.shape, [(np.arange(len(weights)), _rounded(weights))], bias)
@@ -42,7 +42,7 @@ class Matrix:
         bias: Sequence[float] = (),
         rounded: bool = False,
         threads: int = 1,
-        room: Room | None = None,
+        arena: WeightArena | None = None,
     ) -> Matrix:
         """Take rows of a file: output i is row rows[i] of the concatenated parts, zeros if negative.
 

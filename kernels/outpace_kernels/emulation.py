@@ -17,7 +17,7 @@ from outpace_kernels.emulated_formats import FLOATS as FLOATS
 from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
 from outpace_kernels.emulated_matrices import Matrix as Matrix
-from outpace_kernels.emulated_matrices import Room as Room
+from outpace_kernels.emulated_matrices import WeightArena as WeightArena
 from outpace_kernels.emulated_numbers import ARITHMETIC as ARITHMETIC
 from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
@@ -56,15 +56,15 @@ class Layer:
     down: Matrix
     query_norm: Sequence[float] = field(default_factory=list)
     key_norm: Sequence[float] = field(default_factory=list)
-    turns: bool = True
+    rotates: bool = True
     rotation: int = 0
     window: int = 0
-    mixed_norm: Sequence[float] = field(default_factory=list)
-    fed_norm: Sequence[float] = field(default_factory=list)
+    attention_output_norm: Sequence[float] = field(default_factory=list)
+    mlp_output_norm: Sequence[float] = field(default_factory=list)
     token_norm: Sequence[float] = field(default_factory=list)
     is_causal: bool = False
 
-    def storing_only(self) -> Layer:
+    def to_kv_only(self) -> Layer:
         """Return a layer that stores the keys and values of states that are normed already, and does nothing else."""
         return replace(self, attention_norm=np.zeros(0, F), output=None)  # type: ignore[arg-type]
 
@@ -150,16 +150,16 @@ class Model:
         self,
         spans: Sequence[Any],
         tokens: np.ndarray,
-        turns: np.ndarray,
+        rope_rows: np.ndarray,
         wanted: np.ndarray,
         scores: np.ndarray,
         skipped: np.ndarray | None = None,
-        shown: Sequence[int] = (),
+        hidden_rows: Sequence[int] = (),
         layers: Sequence[int] = (),
         hidden: np.ndarray | None = None,
-        gaps: Mapping[int, int] = {},
+        position_gaps: Mapping[int, int] = {},
         inputs: Mapping[int, np.ndarray] = {},
-        steer: Mapping[int, np.ndarray] = {},
+        mlp_bias: Mapping[int, np.ndarray] = {},
     ) -> None:
         """Compute logits of the wanted rows; see `outpace_kernels.Model.forward`."""
         x = np.empty((len(tokens), self.embedding.inputs), F)
@@ -171,14 +171,14 @@ class Model:
             x[rows[number]] = vectors
         for number in range(len(self.layers) + 1):
             for place in np.flatnonzero(np.asarray(layers) == number):
-                hidden[place] = x[shown]  # type: ignore[index]
+                hidden[place] = x[hidden_rows]  # type: ignore[index]
             if number < len(self.layers):
                 passes = (False, False) if skipped is None else skipped[number]
-                x = x if passes[0] else self._mixed(number, x, turns, spans, gaps, embedded)
+                x = x if passes[0] else self._run_attention(number, x, rope_rows, spans, position_gaps, embedded)
                 x = (
                     x
                     if passes[1] or not self.layers[number].output
-                    else self._fed(number, x, [(rows[n], by[number]) for n, by in steer.items()])
+                    else self._run_mlp(number, x, [(rows[n], by[number]) for n, by in mlp_bias.items()])
                 )
         if len(wanted):
             self.project(x[wanted], scores)
@@ -188,7 +188,7 @@ class Model:
         spans: Sequence[Any],
         tokens: Sequence[int],
         positions: Sequence[int],
-        turns: np.ndarray,
+        rope_table: np.ndarray,
         wanted: Sequence[int],
         scores: np.ndarray,
         *ranking: Any,
@@ -198,20 +198,20 @@ class Model:
             (*numbers, np.frombuffer(sees, bool).reshape(numbers[3], numbers[2] + numbers[3]))
             for *numbers, sees in spans
         ]
-        self.forward(masks, np.array(tokens, np.int32), turns[list(positions)], np.array(wanted, np.int32), scores)
+        self.forward(masks, np.array(tokens, np.int32), rope_table[list(positions)], np.array(wanted, np.int32), scores)
         return []
 
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
         """Compute logits of hidden states."""
         scores[:] = self.head(self._normed(hidden, self.norm))
 
-    def _mixed(
+    def _run_attention(
         self,
         number: int,
         x: np.ndarray,
-        turns: np.ndarray,
+        rope_rows: np.ndarray,
         spans: Sequence[Any],
-        gaps: Mapping[int, int],
+        position_gaps: Mapping[int, int],
         embedded: np.ndarray,
     ) -> np.ndarray:
         """Run a layer's attention."""
@@ -220,17 +220,17 @@ class Model:
             tokens = self._normed(embedded, np.array(layer.token_norm, F))
             normed = np.concatenate([_whole_groups(tokens), _whole_groups(normed)], axis=1)
         mixed = layer.qkv(normed)
-        attended = self._attend(number, mixed, turns, spans, gaps)
-        return self._added(x, layer.output(attended), layer.mixed_norm) if layer.output else x
+        attended = self._attend(number, mixed, rope_rows, spans, position_gaps)
+        return self._added(x, layer.output(attended), layer.attention_output_norm) if layer.output else x
 
-    def _fed(self, number: int, x: np.ndarray, steer: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
+    def _run_mlp(self, number: int, x: np.ndarray, mlp_bias: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
         """Run a layer's MLP."""
         layer = self.layers[number]
         both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
-        for rows, added in steer:
+        for rows, added in mlp_bias:
             both[rows, :, 1] = both[rows, :, 1] + added.reshape(-1, LANES)
         gated = (gelu if self.is_gelu else silu)(both[:, :, 0])
-        return self._added(x, layer.down((gated * both[:, :, 1]).reshape(len(x), -1)), layer.fed_norm)
+        return self._added(x, layer.down((gated * both[:, :, 1]).reshape(len(x), -1)), layer.mlp_output_norm)
 
     def _added(self, x: np.ndarray, branch: np.ndarray, norm: Sequence[float]) -> np.ndarray:
         """Add a sublayer's output to the residual, normalized first if there is a norm for it."""
@@ -240,20 +240,25 @@ class Model:
         return x * inverse_rms(x, self.epsilon) * norm if len(norm) else x
 
     def _attend(
-        self, number: int, mixed: np.ndarray, turns: np.ndarray, spans: Sequence[Any], gaps: Mapping[int, int]
+        self,
+        number: int,
+        mixed: np.ndarray,
+        rope_rows: np.ndarray,
+        spans: Sequence[Any],
+        position_gaps: Mapping[int, int],
     ) -> np.ndarray:
         """Return every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
         heads, layer = self.heads, self.layers[number]
         parts = mixed.reshape(len(mixed), -1, heads.depth)
         queries, keys, values = np.split(parts, [heads.queries, heads.queries + heads.keys], axis=1)
-        angles = turns.reshape(len(turns), self.rotations, -1, 2)[:, layer.rotation]
-        angles = angles if layer.turns else np.broadcast_to(np.array([1, 0], F), angles.shape)
+        angles = rope_rows.reshape(len(rope_rows), self.rotations, -1, 2)[:, layer.rotation]
+        angles = angles if layer.rotates else np.broadcast_to(np.array([1, 0], F), angles.shape)
         scale = F(heads.scale) if heads.scale else F(1) / np.sqrt(F(heads.depth))
-        queries = self._turned(queries, layer.query_norm, angles) * scale
-        keys = self._turned(keys, layer.key_norm, angles)
+        queries = self._rotate(queries, layer.query_norm, angles) * scale
+        keys = self._rotate(keys, layer.key_norm, angles)
         out, row = [], 0
         for place, (store, committed, pending, count, sees) in enumerate(spans):
-            there = range(committed - gaps.get(place, 0))
+            there = range(committed - position_gaps.get(place, 0))
             for node in range(count):
                 store.put(number, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
@@ -265,12 +270,12 @@ class Model:
             row += count
         return groups_of(np.stack(out)).reshape(len(mixed), -1)
 
-    def _turned(self, x: np.ndarray, norm: Sequence[float], turns: np.ndarray) -> np.ndarray:
+    def _rotate(self, x: np.ndarray, norm: Sequence[float], rope_rows: np.ndarray) -> np.ndarray:
         """Normalize heads [rows, heads, depth] if there is a norm and rotate their pairs (i, i + depth / 2)."""
         if len(norm):
             x = x * inverse_rms(x, self.heads.epsilon) * np.array(norm, F)
         first, second = np.split(x, 2, axis=-1)
-        cosine, sine = turns[:, None, :, 0], turns[:, None, :, 1]
+        cosine, sine = rope_rows[:, None, :, 0], rope_rows[:, None, :, 1]
         return np.concatenate([fma(first, cosine, -(second * sine)), fma(first, sine, second * cosine)], axis=-1)
 
     def _mix(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -8,17 +8,17 @@
 #pragma once
 
 #include "exponential.h"
-#include "held.h"
+#include "kv_formats.h"
 #include "kernels.h"
 #include "rowwise.h"
 
 namespace outpace {
 namespace {
 
-/// One query of a tile: its head's entries, its row's reach, its scores, and where its result goes.
+/// One query of a tile: its head's entries, the slots that its row sees, its scores, and where its result goes.
 struct Query {
     const float* entries;  // [depth]
-    Reach reach;
+    VisibleSlots visible;
     float* scores;  // by slot from the tile's first slot on, later in position order
     float inverse;  // 1 / sum of weights
     int before, after;  // slots that it sees before and after the slots that all queries of the tile see
@@ -70,7 +70,7 @@ template <class K, int V>
 inline void add_values(const uint8_t* values, const Heads& heads, int first, const Query& query, int begin, int end,
                        Floats (&total)[V]) {
     for (int place = begin; place < end; ++place) {
-        const uint8_t* slot = values + query.reach.slot(place) * static_cast<int64_t>(heads.value_bytes());
+        const uint8_t* slot = values + query.visible.slot(place) * static_cast<int64_t>(heads.value_bytes());
         const Floats weight = Floats::all(query.scores[place]);
         for (int v = 0; v < V; ++v)
             total[v] = fma(weight, K::value(slot, heads.width(), first + v * kLanes), total[v]);
@@ -100,7 +100,7 @@ inline void mix_values(const uint8_t* values, const Heads& heads, int first, con
     }
     for (int q = 0; q < Q; ++q) {
         const Query& query = queries[q];
-        add_values<K, V>(values, heads, first, query, query.after, query.reach.count(), total[q]);
+        add_values<K, V>(values, heads, first, query, query.after, query.visible.count(), total[q]);
         for (int v = 0; v < V; ++v)
             (total[q][v] * Floats::all(query.inverse)).store(out + q * kDepthMax + first + v * kLanes);
     }
@@ -110,15 +110,15 @@ template <class K, int Q>
 void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* values, bool fetches, Query* queries,
                     float* out) {
     constexpr int kBlockSlots = 2 * kLanes;
-    const Reach& one = queries[0].reach;
+    const VisibleSlots& first_query = queries[0].visible;
     int last = 0;
-    Common common = {one.first, one.first + one.run, one.slot(0)};
+    Common common = {first_query.first, first_query.first + first_query.run, first_query.slot(0)};
     for (int q = 0; q < Q; ++q) {
-        const Reach& reach = queries[q].reach;
-        if (reach.last_slot() > last) last = reach.last_slot();
-        if (reach.first > common.begin) common.begin = reach.first;
-        if (reach.first + reach.run < common.end) common.end = reach.first + reach.run;
-        if (reach.slot(0) < common.base) common.base = reach.slot(0);
+        const VisibleSlots& visible = queries[q].visible;
+        if (visible.last_slot() > last) last = visible.last_slot();
+        if (visible.first > common.begin) common.begin = visible.first;
+        if (visible.first + visible.run < common.end) common.end = visible.first + visible.run;
+        if (visible.slot(0) < common.base) common.base = visible.slot(0);
     }
     if (common.end < common.begin) common.end = common.begin;
     const int first_block = common.base / kBlockSlots;
@@ -128,15 +128,16 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
                      last / kBlockSlots + 1 - first_block, fetches, queries);
     for (int q = 0; q < Q; ++q) {
         Query& query = queries[q];
-        const Reach& reach = query.reach;
+        const VisibleSlots& visible = query.visible;
         const bool is_common = common.begin < common.end;
-        query.before = is_common ? common.begin - reach.first : 0;
-        query.after = is_common ? common.end - reach.first : 0;
+        query.before = is_common ? common.begin - visible.first : 0;
+        query.after = is_common ? common.end - visible.first : 0;
         // slots are ascending, so no score is overwritten before it is read
-        const int skipped = reach.first - common.base;
-        for (int i = 0; skipped > 0 && i < reach.run; ++i) query.scores[i] = query.scores[skipped + i];
-        for (int i = 0; i < reach.num_more; ++i) query.scores[reach.run + i] = query.scores[reach.more[i] - common.base];
-        query.inverse = exponentials(query.scores, reach.count());
+        const int skipped = visible.first - common.base;
+        for (int i = 0; skipped > 0 && i < visible.run; ++i) query.scores[i] = query.scores[skipped + i];
+        for (int i = 0; i < visible.num_more; ++i)
+            query.scores[visible.run + i] = query.scores[visible.more[i] - common.base];
+        query.inverse = exponentials(query.scores, visible.count());
     }
     constexpr int kVectors = Q * kMixVectors > 16 ? kMixVectors / 2 : kMixVectors;  // sums stay in registers
     int first = 0;
@@ -167,8 +168,9 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         const int row = (tile.first + q) / heads.group();
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
         const float* mixed = task.mixed + static_cast<int64_t>(row) * heads.outputs();
-        for (int i = 0; i < heads.head_groups(); ++i) task.out.from(row, head * heads.head_groups() + i).claim();
-        queries[q] = {mixed + head * heads.depth, task.reaches[row].within(task.window, task.is_causal),
+        for (int i = 0; i < heads.head_groups(); ++i)
+            task.out.from(row, head * heads.head_groups() + i).prefetch_for_write();
+        queries[q] = {mixed + head * heads.depth, task.visible_slots[row].within(task.window, task.is_causal),
                       scores + static_cast<int64_t>(q) * store.slots, 0, 0, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};
@@ -184,10 +186,10 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
 }
 
 void attend(const Attend& task, int tile, float* scores) {
-    switch (task.heads.held) {
-        case KvFormat::float32: return attend_tile<HeldNumbers<float>>(task, task.tiles[tile], scores);
-        case KvFormat::float16: return attend_tile<HeldNumbers<Half>>(task, task.tiles[tile], scores);
-        case KvFormat::int8: return attend_tile<HeldBytes>(task, task.tiles[tile], scores);
+    switch (task.heads.kv_format) {
+        case KvFormat::float32: return attend_tile<KvFloats<float>>(task, task.tiles[tile], scores);
+        case KvFormat::float16: return attend_tile<KvFloats<Half>>(task, task.tiles[tile], scores);
+        case KvFormat::int8: return attend_tile<KvInt8>(task, task.tiles[tile], scores);
     }
 }
 

@@ -31,20 +31,21 @@ void check_threads(int threads) {
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
 }
 
-std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias, int threads, Room* room) {
+std::shared_ptr<Matrix> make_matrix(const Grid& weights, const std::vector<float>& bias, int threads,
+                                    WeightArena* arena) {
     const auto outputs = static_cast<int>(weights.shape(0)), inputs = static_cast<int>(weights.shape(1));
     if (outputs < 1 || inputs < 1) throw std::invalid_argument("a matrix must not be empty");
     check_bias(bias, weights.shape(0));
     check_threads(threads);
     const nb::gil_scoped_release release;
     return std::make_shared<Matrix>(weights.data(), bias.empty() ? nullptr : bias.data(), outputs, inputs, threads,
-                                    room);
+                                    arena);
 }
 
 /// Makes a matrix of rows of a file's tensors (stored.h); `rounded`: converted to int8.
 std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Blocks>>& parts,
                                     const Array<const int32_t, 1>& rows, int inputs, int chunk,
-                                    const std::vector<float>& bias, bool rounded, int threads, Room* room) {
+                                    const std::vector<float>& bias, bool rounded, int threads, WeightArena* arena) {
     Stored stored{{}, rows.data(), static_cast<int>(rows.size()), inputs, chunk};
     for (const auto& [name, blocks] : parts)
         stored.parts.push_back({format_of(name.c_str()), blocks.data(), static_cast<int64_t>(blocks.shape(0)),
@@ -53,8 +54,9 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     check_threads(threads);
     const nb::gil_scoped_release release;
     const float* added = bias.empty() ? nullptr : bias.data();
-    if (!rounded || stored.has_floats() || stored.is_int8()) return std::make_shared<Matrix>(stored, added, threads, room);
-    return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, room);
+    if (!rounded || stored.has_floats() || stored.is_int8())
+        return std::make_shared<Matrix>(stored, added, threads, arena);
+    return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, arena);
 }
 
 /// Rounds floats to blocks of Q4_1, row by row.
@@ -134,8 +136,9 @@ std::vector<float> padded(std::vector<float> values) {
 std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& mlp_norm, std::shared_ptr<Matrix> qkv,
                                   std::shared_ptr<Matrix> output, std::shared_ptr<Matrix> gate_up,
                                   std::shared_ptr<Matrix> down, const std::vector<float>& query_norm,
-                                  const std::vector<float>& key_norm, bool turns, int rotation, int window,
-                                  const std::vector<float>& mixed_norm, const std::vector<float>& fed_norm,
+                                  const std::vector<float>& key_norm, bool rotates, int rotation, int window,
+                                  const std::vector<float>& attention_output_norm,
+                                  const std::vector<float>& mlp_output_norm,
                                   const std::vector<float>& token_norm) {
     if (rotation < 0) throw std::invalid_argument("rotation is at least 0");
     auto layer = std::make_shared<Layer>();
@@ -144,10 +147,10 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
     layer->mlp_norm = padded(to_vector(mlp_norm));
     layer->query_norm = query_norm;
     layer->key_norm = key_norm;
-    layer->rotation = turns ? rotation : -1;
+    layer->rotation = rotates ? rotation : -1;
     layer->window = window;
-    if (!mixed_norm.empty()) layer->mixed_norm = padded(mixed_norm);
-    if (!fed_norm.empty()) layer->fed_norm = padded(fed_norm);
+    if (!attention_output_norm.empty()) layer->attention_output_norm = padded(attention_output_norm);
+    if (!mlp_output_norm.empty()) layer->mlp_output_norm = padded(mlp_output_norm);
     layer->qkv = std::move(qkv);
     layer->output = std::move(output);
     layer->gate_up = std::move(gate_up);
@@ -207,7 +210,7 @@ void copy(Store& store, const Store& other, int count) {
     check_count(store, count);
     check_count(other, count);
     if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
-        store.heads().depth != other.heads().depth || store.heads().held != other.heads().held)
+        store.heads().depth != other.heads().depth || store.heads().kv_format != other.heads().kv_format)
         throw std::invalid_argument("the other store is of another model");
     store.copy(other, count);
 }
@@ -248,13 +251,13 @@ NB_MODULE(_native, m) {
     bind_rank(m);
     bind_tree(m);
 
-    nb::class_<Room>(m, "Room").def(nb::init<>());
+    nb::class_<WeightArena>(m, "WeightArena").def(nb::init<>());
 
     nb::class_<Matrix>(m, "Matrix")
         .def(nb::new_(&make_matrix), "weights"_a, "bias"_a = std::vector<float>{}, "threads"_a = 1,
-             "room"_a = nb::none())
+             "arena"_a = nb::none())
         .def_static("stored", &make_stored, "parts"_a, "rows"_a, "inputs"_a, "chunk"_a = 0,
-                    "bias"_a = std::vector<float>{}, "rounded"_a = false, "threads"_a = 1, "room"_a = nb::none())
+                    "bias"_a = std::vector<float>{}, "rounded"_a = false, "threads"_a = 1, "arena"_a = nb::none())
         .def_prop_ro("formats", &format_names)
         .def_prop_ro("outputs", &Matrix::outputs)
         .def_prop_ro("inputs", &Matrix::inputs)
@@ -263,12 +266,12 @@ NB_MODULE(_native, m) {
 
     nb::class_<Layer>(m, "Layer")
         .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a, "down"_a,
-             "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "turns"_a = true,
-             "rotation"_a = 0, "window"_a = 0, "mixed_norm"_a = std::vector<float>{}, "fed_norm"_a = std::vector<float>{},
-             "token_norm"_a = std::vector<float>{})
+             "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "rotates"_a = true,
+             "rotation"_a = 0, "window"_a = 0, "attention_output_norm"_a = std::vector<float>{},
+             "mlp_output_norm"_a = std::vector<float>{}, "token_norm"_a = std::vector<float>{})
         .def_rw("window", &Layer::window)
         .def_rw("is_causal", &Layer::is_causal)
-        .def("storing_only", [](const Layer& layer) {
+        .def("to_kv_only", [](const Layer& layer) {
             auto other = std::make_shared<Layer>(layer);
             other->attention_norm.clear();
             other->output = other->gate_up = other->down = nullptr;
@@ -302,7 +305,7 @@ NB_MODULE(_native, m) {
              "gelu"_a = false)
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
-        .def_prop_ro("instruction_set", [](const Model& one) { return std::string(one.kernels().name); });
+        .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); });
     bind_forward(model);
 }
 

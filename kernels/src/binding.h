@@ -25,7 +25,7 @@ using Tokens = Array<const int64_t, 1>;
 /// Tokens, best first, and their values.
 using ProposalTuple = std::tuple<std::vector<int64_t>, std::vector<double>>;
 
-inline ProposalTuple to_tuple(const Proposals& one) { return {one.tokens, one.values}; }
+inline ProposalTuple to_tuple(const Proposals& proposals) { return {proposals.tokens, proposals.values}; }
 
 inline ProposalRows share(std::vector<Proposals> rows) {
     const int count = static_cast<int>(rows.size());

@@ -13,7 +13,7 @@ namespace {
 
 using Numbers = Array<const int32_t, 1>;
 using Grid = Array<const float, 2>;
-using Grids = std::map<int, Grid>;  // by number of the span
+using Grids = std::map<int, Grid>;  // from the index of a span
 using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
 using ShortSpan = std::tuple<Store*, int, int, int, nb::bytes>;
 using Numbered = std::vector<int>;
@@ -40,36 +40,38 @@ void add_spans(Forest& forest, const std::vector<SpanTuple>& spans) {
     }
 }
 
-/// Adds optional inputs to single spans: gaps, vectors and steering.
-void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& gaps, const Grids& inputs,
-                  const Grids& steer) {
-    for (const auto& [number, gap] : gaps) span_at(forest, number).gap = gap;
+/// Adds optional inputs to single spans: gaps, vectors and biases of the MLPs.
+void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& position_gaps, const Grids& inputs,
+                  const Grids& mlp_bias) {
+    for (const auto& [number, gap] : position_gaps) span_at(forest, number).position_gap = gap;
     for (const auto& [number, grid] : inputs) {
         Span& span = span_at(forest, number);
         require_shape(is_grid(grid, span.tokens, model.shape().hidden), "inputs");
         span.inputs = grid.data();
     }
-    for (const auto& [number, grid] : steer) {
-        require_shape(is_grid(grid, model.num_layers(), model.shape().middle), "steer");
-        span_at(forest, number).steer = grid.data();
+    for (const auto& [number, grid] : mlp_bias) {
+        require_shape(is_grid(grid, model.num_layers(), model.shape().middle), "mlp_bias");
+        span_at(forest, number).mlp_bias = grid.data();
     }
 }
 
 /// Computes logits of the wanted rows. Everything after them is optional: skipped sublayers, the rows whose hidden
-/// states after each of `layers` are written to `hidden`, and by number of the span its gap, vectors in place of its
-/// tokens, and steering of its MLPs.
+/// states after each of `layers` are written to `hidden`, and three maps from a span's index to its gap, to
+/// vectors in place of its tokens, and to the biases of its MLPs.
 void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& tokens,
-             const Array<const float, 3>& turns, const Numbers& wanted, const Array<float, 2>& scores,
-             const Array<const bool, 2>& skipped, const Numbers& shown, const Numbers& layers,
-             const Array<float, 3>& hidden, const std::map<int, int>& gaps, const Grids& inputs, const Grids& steer) {
+             const Array<const float, 3>& rope_rows, const Numbers& wanted, const Array<float, 2>& scores,
+             const Array<const bool, 2>& skipped, const Numbers& hidden_rows, const Numbers& layers,
+             const Array<float, 3>& hidden, const std::map<int, int>& position_gaps, const Grids& inputs,
+             const Grids& mlp_bias) {
     Forest forest{};
     add_spans(forest, spans);
-    add_to_spans(model, forest, gaps, inputs, steer);
-    require_shape(turns.shape(0) == tokens.shape(0) && turns.size() == tokens.shape(0) * model.shape().turn_floats(),
-                  "turns");
+    add_to_spans(model, forest, position_gaps, inputs, mlp_bias);
+    require_shape(rope_rows.shape(0) == tokens.shape(0) &&
+                      rope_rows.size() == tokens.shape(0) * model.shape().rope_floats(),
+                  "rope_rows");
     require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
     forest.tokens = tokens.data();
-    forest.turns = turns.data();
+    forest.rope_rows = rope_rows.data();
     forest.rows = static_cast<int>(tokens.shape(0));
     forest.wanted = wanted.data();
     forest.num_wanted = static_cast<int>(wanted.shape(0));
@@ -77,11 +79,11 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
         require_shape(static_cast<int>(skipped.shape(0)) == model.num_layers() && skipped.shape(1) == 2, "skipped");
         forest.skipped = skipped.data();
     }
-    if (shown.is_valid() && layers.is_valid() && hidden.is_valid()) {
-        require_shape(hidden.shape(0) == layers.shape(0) && hidden.shape(1) == shown.shape(0) &&
+    if (hidden_rows.is_valid() && layers.is_valid() && hidden.is_valid()) {
+        require_shape(hidden.shape(0) == layers.shape(0) && hidden.shape(1) == hidden_rows.shape(0) &&
                           static_cast<int>(hidden.shape(2)) == model.shape().hidden,
                       "hidden");
-        forest.taps = {shown.data(), static_cast<int>(shown.shape(0)), layers.data(),
+        forest.hidden_request = {hidden_rows.data(), static_cast<int>(hidden_rows.shape(0)), layers.data(),
                        static_cast<int>(layers.shape(0)), hidden.data()};
     }
     const nb::gil_scoped_release release;
@@ -89,26 +91,28 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
 }
 
 /// Looks up the rotation of each row by its position in a table [positions, rotations * depth / 2, 2].
-std::vector<float> turns_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t floats) {
-    require_shape(table.shape(1) * table.shape(2) == floats, "turns");
-    std::vector<float> turns(positions.size() * floats);
+std::vector<float> rope_rows_at(const Numbered& positions, const Array<const float, 3>& table, std::size_t floats) {
+    require_shape(table.shape(1) * table.shape(2) == floats, "rope_table");
+    std::vector<float> rope_rows(positions.size() * floats);
     for (std::size_t row = 0; row < positions.size(); ++row) {
         if (positions[row] < 0 || positions[row] >= static_cast<int64_t>(table.shape(0)))
             throw std::invalid_argument("a position is out of range");
-        std::copy_n(table.data() + positions[row] * floats, floats, turns.data() + row * floats);
+        std::copy_n(table.data() + positions[row] * floats, floats, rope_rows.data() + row * floats);
     }
-    return turns;
+    return rope_rows;
 }
 
 /// Does the same as `forward` for callers that need logits only: takes Python lists, and each span's `sees` as bytes.
 /// Building numpy arrays would take longer than everything else before a small model's pass, because numpy's code is
 /// not in the caches then. Returns the best `count` tokens of each wanted row, by log-probability if count > 1; none
-/// for 0. `names`: the tokens of the first `held` logits of a row, or null for 0, 1, ...
+/// for 0. `token_ids`: the tokens of the first `num_logits` logits of a row, or null for
+/// 0, 1, ...
 ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
                          const Numbered& positions, const Array<const float, 3>& table, const Numbered& wanted,
-                         const Array<float, 2>& scores, int count, int held, const Tokens& names) {
-    require_shape(held >= 0 && held <= model.outputs() && (!names.is_valid() || static_cast<int>(names.size()) == held),
-                  "names");
+                         const Array<float, 2>& scores, int count, int num_logits, const Tokens& token_ids) {
+    require_shape(num_logits >= 0 && num_logits <= model.outputs() &&
+                      (!token_ids.is_valid() || static_cast<int>(token_ids.size()) == num_logits),
+                  "token_ids");
     Forest forest{};
     for (const auto& [store, committed, pending, count, sees] : spans) {
         require_shape(count >= 0 && pending >= 0 &&
@@ -118,9 +122,9 @@ ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numb
     }
     require_shape(positions.size() == tokens.size(), "positions");
     require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
-    const std::vector<float> turns = turns_at(positions, table, model.shape().turn_floats());
+    const std::vector<float> rope_rows = rope_rows_at(positions, table, model.shape().rope_floats());
     forest.tokens = tokens.data();
-    forest.turns = turns.data();
+    forest.rope_rows = rope_rows.data();
     forest.rows = static_cast<int>(tokens.size());
     forest.wanted = wanted.data();
     forest.num_wanted = static_cast<int>(wanted.size());
@@ -129,8 +133,8 @@ ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numb
     if (count > 0)
         forest.after = [&](int row) {
             best[row] = best_of(model.kernels(),
-                                {scores.data() + row * scores.shape(1), names.is_valid() ? names.data() : nullptr, held,
-                                 1.0, nullptr, count > 1},
+                                {scores.data() + row * scores.shape(1),
+                                 token_ids.is_valid() ? token_ids.data() : nullptr, num_logits, 1.0, nullptr, count > 1},
                                 count);
         };
     model.forward(forest, scores.data());
@@ -149,11 +153,12 @@ void project(Model& model, const Grid& hidden, const Array<float, 2>& scores) {
 void bind_forward(nb::class_<Model>& model) {
     const auto none = nb::none();
     model
-        .def("forward", &forward, "spans"_a, "tokens"_a, "turns"_a, "wanted"_a, "scores"_a, "skipped"_a.none() = none,
-             "shown"_a.none() = none, "layers"_a.none() = none, "hidden"_a.none() = none,
-             "gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "steer"_a = Grids{})
-        .def("score", &score, "spans"_a, "tokens"_a, "positions"_a, "turns"_a, "wanted"_a, "scores"_a,
-             "count"_a, "held"_a, "names"_a.none())
+        .def("forward", &forward, "spans"_a, "tokens"_a, "rope_rows"_a, "wanted"_a, "scores"_a,
+             "skipped"_a.none() = none, "hidden_rows"_a.none() = none, "layers"_a.none() = none,
+             "hidden"_a.none() = none,
+             "position_gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "mlp_bias"_a = Grids{})
+        .def("score", &score, "spans"_a, "tokens"_a, "positions"_a, "rope_table"_a, "wanted"_a, "scores"_a,
+             "count"_a, "num_logits"_a, "token_ids"_a.none())
         .def("project", &project, "hidden"_a, "scores"_a);
 }
 

@@ -16,16 +16,16 @@ using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // any str
 std::vector<ProposalTuple> rank(const Rows& scores, int count, const std::vector<double>& temperatures,
                                 const std::vector<uint64_t>& keys, const Tokens& tokens, bool whole,
                                 const std::vector<FilterTuple>& filters) {
-    const std::size_t rows = scores.shape(0), held = scores.shape(1);
+    const std::size_t rows = scores.shape(0), size = scores.shape(1);
     if (count < 1) throw std::invalid_argument("count must be at least 1");
-    if (held > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
+    if (size > 1 && scores.stride(1) != 1) throw std::invalid_argument("a row of scores must lie in one piece");
     if (temperatures.size() != rows || (!keys.empty() && keys.size() != rows))
         throw std::invalid_argument("every row must have a temperature, and a key if any has");
-    if (tokens.is_valid() && tokens.size() != held) throw std::invalid_argument("tokens has the wrong shape");
+    if (tokens.is_valid() && tokens.size() != size) throw std::invalid_argument("tokens has the wrong shape");
     if (!filters.empty() && filters.size() != rows)
         throw std::invalid_argument("every row must have filters if any has");
-    std::vector<Filters> left;
-    for (const FilterTuple& one : filters) left.push_back(filters_of(one));
+    std::vector<Filters> row_filters;
+    for (const FilterTuple& tuple : filters) row_filters.push_back(filters_of(tuple));
     for (double temperature : temperatures)
         if (!(temperature > 0)) throw std::invalid_argument("temperatures must be above 0");
     const nb::gil_scoped_release release;
@@ -34,9 +34,9 @@ std::vector<ProposalTuple> rank(const Rows& scores, int count, const std::vector
     for (std::size_t row = 0; row < rows; ++row)
         best.push_back(to_tuple(best_of(*kernels,
                                 {scores.data() + static_cast<int64_t>(row) * scores.stride(0),
-                                 tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(held), temperatures[row],
+                                 tokens.is_valid() ? tokens.data() : nullptr, static_cast<int>(size), temperatures[row],
                                  keys.empty() ? nullptr : &keys[row], whole,
-                                left.empty() ? Filters{0, 1.0, 0.0} : left[row]},
+                                row_filters.empty() ? Filters{0, 1.0, 0.0} : row_filters[row]},
                                 count)));
     return best;
 }

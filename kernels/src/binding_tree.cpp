@@ -96,7 +96,7 @@ Delta to_delta(DeltaTuple given) {
     return {std::move(ids), std::move(parents), std::move(tokens), std::move(roles), std::move(log_probs)};
 }
 
-DeltaTuple to_tuple(const Delta& one) { return {one.ids, one.parents, one.tokens, one.roles, one.log_probs}; }
+DeltaTuple to_tuple(const Delta& delta) { return {delta.ids, delta.parents, delta.tokens, delta.roles, delta.log_probs}; }
 
 ProposalRows to_rows(const std::vector<std::tuple<std::vector<int64_t>, std::vector<double>>>& rows) {
     std::vector<Proposals> found;
@@ -131,10 +131,10 @@ void check_present(const std::vector<T*>& given) {
 std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::vector<std::vector<int>>& frontiers,
                                const ProposalRows& offers, const std::vector<OfferMap*>& maps,
                                const std::vector<PickModel*>& picks, const std::vector<int>& widths,
-                               const std::vector<int>& most) {
+                               const std::vector<int>& max_children) {
     const std::size_t count = trees.size();
     if (frontiers.size() != count || maps.size() != count || picks.size() != count || widths.size() != count ||
-        most.size() != count)
+        max_children.size() != count)
         throw std::invalid_argument("every tree needs a frontier, a map of offers, a pick model and limits");
     check_present(trees), check_present(maps), check_present(picks);
     std::vector<int> added;
@@ -143,7 +143,7 @@ std::vector<int> attach_offers(const std::vector<TokenTree*>& trees, const std::
         const ProposalRows rows{offers.rows, offers.first + first, static_cast<int>(frontiers[n].size())};
         if ((first += rows.count) > offers.count) throw std::invalid_argument("every node needs its proposals");
         maps[n]->record(*trees[n], frontiers[n], rows);
-        added.push_back(trees[n]->attach_offers(frontiers[n], rows, *picks[n], widths[n], most[n]));
+        added.push_back(trees[n]->attach_offers(frontiers[n], rows, *picks[n], widths[n], max_children[n]));
     }
     return added;
 }
@@ -175,26 +175,29 @@ std::pair<std::vector<int>, std::optional<int64_t>> follow(const TokenTree& tree
 
 void bind_tree(nb::module_& m) {
     nb::class_<Column>(m, "Column")
-        .def("__len__", [](const Column& one) { return one.tree->size(); })
+        .def("__len__", [](const Column& column) { return column.tree->size(); })
         .def("__getitem__", &Column::get)
         .def("__setitem__",
-             [](const Column& one, Py_ssize_t node, double score) {
-                 if (one.kind != Kind::scores) throw nb::type_error("only path scores can be changed");
+             [](const Column& column, Py_ssize_t node, double score) {
+                 if (column.kind != Kind::scores) throw nb::type_error("only path scores can be changed");
                  if (std::isnan(score)) throw std::invalid_argument("the path score is not a number");
-                 one.tree->scores[one.checked(node)] = score;
+                 column.tree->scores[column.checked(node)] = score;
              })
-        .def("__iter__", [](const Column& one) { return nb::iter(one.list()); })
+        .def("__iter__", [](const Column& column) { return nb::iter(column.list()); })
         .def("__eq__",
-             [](const Column& one, nb::handle other) -> nb::object {
+             [](const Column& column, nb::handle other) -> nb::object {
                  const bool is_column = nb::isinstance<Column>(other);
                  if (!is_column && !nb::isinstance<nb::list>(other)) return nb::borrow(Py_NotImplemented);
                  const nb::object list = is_column ? nb::cast<const Column&>(other).list() : nb::borrow(other);
-                 return nb::bool_(one.list().equal(list));
+                 return nb::bool_(column.list().equal(list));
              })
-        .def("__repr__", [](const Column& one) { return nb::repr(one.list()); })
-        .def("__contains__", [](const Column& one, nb::handle value) { return nb::cast<bool>(one.list().attr("__contains__")(value)); })
-        .def("count", [](const Column& one, nb::handle value) { return one.list().attr("count")(value); })
-        .def("index", [](const Column& one, nb::handle value) { return one.list().attr("index")(value); });
+        .def("__repr__", [](const Column& column) { return nb::repr(column.list()); })
+        .def("__contains__",
+             [](const Column& column, nb::handle value) {
+                 return nb::cast<bool>(column.list().attr("__contains__")(value));
+             })
+        .def("count", [](const Column& column, nb::handle value) { return column.list().attr("count")(value); })
+        .def("index", [](const Column& column, nb::handle value) { return column.list().attr("index")(value); });
 
     nb::class_<TokenTree>(m, "TokenTree")
         .def(nb::init<int, int64_t, int64_t>(), "token"_a, "root_id"_a = 0, "next_id"_a = 1)
@@ -212,8 +215,8 @@ void bind_tree(nb::module_& m) {
                      [](const TokenTree& tree) {
                          return tree.max_nodes < 0 ? std::nullopt : std::optional<int>(tree.max_nodes);
                      },
-                     [](TokenTree& tree, std::optional<int> most) { tree.max_nodes = most.value_or(-1); },
-                     nb::for_setter(nb::arg("most").none()))
+                     [](TokenTree& tree, std::optional<int> count) { tree.max_nodes = count.value_or(-1); },
+                     nb::for_setter(nb::arg("count").none()))
         .def_prop_rw("current_source", [](const TokenTree& tree) { return source_names()[tree.current_source]; },
                      [](TokenTree& tree, const std::string& name) { tree.current_source = number_of(name); })
         .def_rw("vocab_size", &TokenTree::vocab_size)
@@ -256,21 +259,21 @@ void bind_tree(nb::module_& m) {
              "node_id"_a)
         .def("best", &TokenTree::best, "count"_a)
         .def("best_scores", &TokenTree::best_scores, "count"_a, "leaves"_a = false)
-        .def("best_width", &TokenTree::best_width, "most"_a, "fixed"_a, "per_node"_a)
+        .def("best_width", &TokenTree::best_width, "max_leaves"_a, "fixed"_a, "per_node"_a)
         .def("chances",
-             [](const TokenTree& tree, const nb::dict& trust, double other) {
+             [](const TokenTree& tree, const nb::dict& factors, double other) {
                  std::vector<std::pair<int, double>> by_source;
-                 for (const auto [name, value] : trust)
+                 for (const auto [name, value] : factors)
                      by_source.emplace_back(number_of(nb::cast<std::string>(name)), nb::cast<double>(value));
                  return tree.chances(by_source, other);
              },
-             "trust"_a, "other"_a)
+             "factors"_a, "other"_a)
         .def("parent_chances",
-             [](const TokenTree& tree, const std::vector<double>& chances, const std::string& source, int looked_up,
-                double trust, bool with_root) {
-                 return tree.parent_chances(chances, number_of(source), looked_up, trust, with_root);
+             [](const TokenTree& tree, const std::vector<double>& chances, const std::string& source,
+                int last_lookup_node, double factor, bool with_root) {
+                 return tree.parent_chances(chances, number_of(source), last_lookup_node, factor, with_root);
              },
-             "chances"_a, "source"_a, "looked_up"_a, "trust"_a, "with_root"_a)
+             "chances"_a, "source"_a, "last_lookup_node"_a, "factor"_a, "with_root"_a)
         .def("subtree", &TokenTree::subtree, "node"_a)
         .def("bound", &TokenTree::bound, "more"_a = std::vector<double>{})
         .def("follow", &follow, "picks"_a, "read"_a = nb::none())
@@ -283,12 +286,12 @@ void bind_tree(nb::module_& m) {
 
     nb::class_<Delta>(m, "NodeDelta")
         .def(nb::new_(&to_delta), "columns"_a)
-        .def("__len__", [](const Delta& one) { return one.ids.size(); })
-        .def("columns", [](const Delta& one) { return to_tuple(one); })
+        .def("__len__", [](const Delta& delta) { return delta.ids.size(); })
+        .def("columns", [](const Delta& delta) { return to_tuple(delta); })
         .def("__getitem__",
-             [](const Delta& one, int column) -> nb::object {
+             [](const Delta& delta, int column) -> nb::object {
                  if (column < 0 || column > 4) throw nb::index_error("a delta has five columns");
-                 return nb::cast(to_tuple(one))[column];
+                 return nb::cast(to_tuple(delta))[column];
              })
         .def("__reduce__", [](nb::handle self) {
             return nb::make_tuple(self.type(), nb::make_tuple(nb::cast(to_tuple(nb::cast<const Delta&>(self)))));
@@ -380,7 +383,7 @@ void bind_tree(nb::module_& m) {
              "values"_a, "count"_a = nb::none());
 
     m.def("attach_offers", &attach_offers, "trees"_a, "frontiers"_a, "offers"_a, "maps"_a, "picks"_a, "widths"_a,
-          "most"_a, nb::call_guard<nb::gil_scoped_release>());
+          "max_children"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("choose_frontiers", &choose_frontiers, "slots"_a, "trees"_a, "counts"_a, "floors"_a, "deepest"_a,
           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -87,8 +87,8 @@ int find_block(const Stored& stored, int group, int half) {
 }  // namespace
 
 Format format_of(const char* name) {
-    for (const FileFormat& one : kFileFormats)
-        if (!std::strcmp(one.name, name)) return one.format;
+    for (const FileFormat& candidate : kFileFormats)
+        if (!std::strcmp(candidate.name, name)) return candidate.format;
     throw std::invalid_argument("the format " + std::string(name) + " is not known");
 }
 

@@ -57,7 +57,7 @@ struct Processor {
 }  // namespace
 #endif
 
-Fetching fetching() {
+PrefetchPolicy prefetch_policy() {
 #ifdef OUTPACE_X86
     static const bool is_amd = Processor().is_amd;
     return {is_amd, is_amd};

@@ -37,9 +37,9 @@ inline Floats gelu(Floats x) {
 inline float exponentials(float* x, int count) {
     const int padded = round_up(count, kLanes);
     for (int i = count; i < padded; ++i) x[i] = -__builtin_inff();
-    Floats most = Floats::load(x);
-    for (int i = kLanes; i < padded; i += kLanes) most = max(most, Floats::load(x + i));
-    const Floats shift = Floats::all(-largest(most));
+    Floats highest = Floats::load(x);
+    for (int i = kLanes; i < padded; i += kLanes) highest = max(highest, Floats::load(x + i));
+    const Floats shift = Floats::all(-largest(highest));
     for (int i = 0; i < padded; i += kLanes) exponential(Floats::load(x + i) + shift).store(x + i);
     for (int i = count; i < padded; ++i) x[i] = 0.0f;
     Floats total = Floats::all(0.0f);

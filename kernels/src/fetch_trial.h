@@ -9,14 +9,14 @@
 
 namespace outpace {
 
-/// On AMD's processors prefetching takes down to 0.75 of the time of such passes; on Intel's it takes 0.78 on one
-/// generation and more than 1 on another. For unknown processors the layers of the first passes of one row alternate
+/// With prefetches such passes take down to 0.75 of their time on AMD's processors; on Intel's 0.78 on one generation
+/// and more than 1 on another. For unknown processors the layers of the first passes of one row alternate
 /// between both, and the variant with the smaller median is kept. The results have the same bits.
 class FetchTrial {
   public:
     static constexpr int kFewRows = 2;
 
-    explicit FetchTrial(Fetching known) : is_open_(!known.few_ask) {}
+    explicit FetchTrial(PrefetchPolicy known) : is_open_(!known.few_prefetch) {}
 
     /// Call before each pass, while no other work runs: ends the trial once enough is known.
     void begin_pass() {
@@ -24,10 +24,10 @@ class FetchTrial {
         ++passes_;
         if (std::min(times_[0].size(), times_[1].size()) < kEnough) return;
         is_open_ = false;
-        asks_ = median(times_[1]) < median(times_[0]);
+        prefetches_ = median(times_[1]) < median(times_[0]);
     }
 
-    bool asks(int layer) const { return is_open_ ? is_odd(layer) : asks_; }
+    bool prefetches(int layer) const { return is_open_ ? is_odd(layer) : prefetches_; }
 
     /// Whether to time the layers of a pass with this number of rows.
     bool wants(int rows) const { return is_open_ && rows == 1; }
@@ -44,9 +44,9 @@ class FetchTrial {
         return *middle;
     }
 
-    bool is_open_, asks_ = true;
+    bool is_open_, prefetches_ = true;
     int passes_ = 0;
-    std::vector<int64_t> times_[2];  // by whether they asked
+    std::vector<int64_t> times_[2];  // without and with prefetches
 };
 
 }  // namespace outpace

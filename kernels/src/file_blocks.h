@@ -28,8 +28,8 @@ inline constexpr FileFormat kFileFormats[] = {
 };
 
 constexpr const FileFormat& file_format(Format format) {
-    for (const FileFormat& one : kFileFormats)
-        if (one.format == format) return one;
+    for (const FileFormat& candidate : kFileFormats)
+        if (candidate.format == format) return candidate;
     throw std::invalid_argument("not a format of a file");
 }
 

@@ -11,80 +11,82 @@ namespace outpace {
 namespace {
 
 /// A token that may remain: its index in the row, and y = x / temperature.
-struct Possible {
+struct Candidate {
     int place;
     float y;
 };
 
-constexpr double kMargin = 1e-6;  // of top-p: tokens are dropped before the border is sought by coarser sums
-constexpr float kReaches[] = {10.0f, 40.0f, kInfinity};  // distances below the largest y
+constexpr double kMargin = 1e-6;  // added to top-p, because tokens are first dropped by coarser sums
+constexpr float kDistances[] = {10.0f, 40.0f, kInfinity};  // distances below the largest y
 constexpr int kBins = 64;
 constexpr float kFar = 256.0f;  // from here on neighbouring float32 values differ by 3e-5
 
-/// Collects the tokens whose y is at least `least`.
-inline void gather(const Ranking& task, float least, std::vector<Possible>& found) {
-    alignas(64) float room[kStretch], y[kStretch];
+/// Collects the tokens whose y is at least `threshold`.
+inline void gather(const Ranking& task, float threshold, std::vector<Candidate>& found) {
+    alignas(64) float buffer[kStretch], y[kStretch];
     const auto temperature = static_cast<float>(task.temperature);
     found.clear();
-    for (int first = 0; first < task.held; first += kStretch) {
-        const float* x = stretch(task, first, room);
-        Floats most = Floats::all(-kInfinity);
+    for (int first = 0; first < task.size; first += kStretch) {
+        const float* x = stretch(task, first, buffer);
+        Floats highest = Floats::all(-kInfinity);
         for (int i = 0; i < kStretch; ++i) y[i] = x[i] / temperature;
-        for (int i = 0; i < kStretch; i += kLanes) most = max(most, Floats::load(y + i));
-        if (largest(most) < least) continue;
+        for (int i = 0; i < kStretch; i += kLanes) highest = max(highest, Floats::load(y + i));
+        if (largest(highest) < threshold) continue;
         for (int i = 0; i < kStretch; ++i)
-            if (y[i] >= least && y[i] > -kInfinity) found.push_back({first + i, y[i]});
+            if (y[i] >= threshold && y[i] > -kInfinity) found.push_back({first + i, y[i]});
     }
 }
 
-/// Sorts descending, equal ones by index.
-inline void sort(std::vector<Possible>& found) {
-    std::sort(found.begin(), found.end(), [](const Possible& a, const Possible& b) {
+/// Sorts descending; tokens with equal y are in order of their index.
+inline void sort(std::vector<Candidate>& found) {
+    std::sort(found.begin(), found.end(), [](const Candidate& a, const Candidate& b) {
         return a.y > b.y || (a.y == b.y && a.place < b.place);
     });
 }
 
 /// Keeps the `count` largest tokens and their equals, which is faster than sorting all.
-inline void keep_largest(std::vector<Possible>& found, int count) {
+inline void keep_largest(std::vector<Candidate>& found, int count) {
     if (count >= static_cast<int>(found.size())) return;
     const auto last = found.begin() + (count - 1);
-    std::nth_element(found.begin(), last, found.end(), [](const Possible& a, const Possible& b) { return a.y > b.y; });
-    const float least = last->y;
-    found.erase(std::remove_if(found.begin(), found.end(), [&](const Possible& one) { return one.y < least; }),
+    const auto is_larger = [](const Candidate& a, const Candidate& b) { return a.y > b.y; };
+    std::nth_element(found.begin(), last, found.end(), is_larger);
+    const float threshold = last->y;
+    found.erase(std::remove_if(found.begin(), found.end(), [&](const Candidate& token) { return token.y < threshold; }),
                 found.end());
 }
 
 /// Drops tokens below the largest ones whose probabilities, relative to the largest, sum to `mass`, in whole bins of y.
 /// Returns false if all of them do not sum to it.
-inline bool narrow(std::vector<Possible>& found, float peak, float reach, double mass) {
-    const float scale = kBins / reach;
+inline bool narrow(std::vector<Candidate>& found, float peak, float distance, double mass) {
+    const float scale = kBins / distance;
     const auto bin = [&](float y) { return std::min(static_cast<int>((peak - y) * scale), kBins - 1); };
     double masses[kBins] = {};
-    for (const Possible& one : found) masses[bin(one.y)] += __builtin_exp(static_cast<double>(one.y) - peak);
+    for (const Candidate& token : found) masses[bin(token.y)] += __builtin_exp(static_cast<double>(token.y) - peak);
     int last = 0;
     for (; last < kBins; ++last)
         if ((mass -= masses[last]) <= 0.0) break;
     if (last == kBins) return false;
-    found.erase(std::remove_if(found.begin(), found.end(), [&](const Possible& one) { return bin(one.y) > last; }),
+    found.erase(std::remove_if(found.begin(), found.end(), [&](const Candidate& token) { return bin(token.y) > last; }),
                 found.end());
     return true;
 }
 
 /// Returns `count` plus the number of tokens that equal the last one.
-inline int with_equals(const std::vector<Possible>& found, int count) {
+inline int with_equals(const std::vector<Candidate>& found, int count) {
     while (count > 0 && count < static_cast<int>(found.size()) && found[count].y == found[count - 1].y) ++count;
     return count;
 }
 
 /// Sums the probabilities of the first `count` tokens relative to the largest.
-inline double mass_of(const std::vector<Possible>& found, int count, float peak) {
+inline double mass_of(const std::vector<Candidate>& found, int count, float peak) {
     double mass = 0.0;
     for (int i = 0; i < count; ++i) mass += __builtin_exp(static_cast<double>(found[i].y) - peak);
     return mass;
 }
 
-/// Sums those of all tokens. Far from 0, where y is coarse in float32, the coarse y are summed.
-inline double mass_of_row(const Ranking& task, float top, float peak, std::vector<Possible>& found) {
+/// Sums the probabilities of all tokens relative to the largest. Far from 0, where y is coarse in float32, the coarse y
+/// are summed.
+inline double mass_of_row(const Ranking& task, float top, float peak, std::vector<Candidate>& found) {
     if (__builtin_fabsf(peak) <= kFar)
         return __builtin_exp(log_of_sum(task, top, static_cast<float>(1.0 / task.temperature)));
     gather(task, -kInfinity, found);
@@ -93,7 +95,7 @@ inline double mass_of_row(const Ranking& task, float top, float peak, std::vecto
 
 /// Returns how many of the first `count` tokens top-p keeps if all of them sum to `whole` relative to the largest: up
 /// to the first one with which the sum reaches its share.
-inline int border_of_mass(const std::vector<Possible>& found, int count, double whole, double top_p) {
+inline int border_of_mass(const std::vector<Candidate>& found, int count, double whole, double top_p) {
     double mass = 0.0;
     int before = 0;
     for (; before < count; ++before)
@@ -103,28 +105,29 @@ inline int border_of_mass(const std::vector<Possible>& found, int count, double 
 
 /// Applies all filters to a row whose largest logit is `top`, collecting only as many tokens as needed. Returns how many
 /// tokens of `found`, which are in descending order, remain.
-inline int border_of(const Ranking& task, float top, std::vector<Possible>& found) {
+inline int border_of(const Ranking& task, float top, std::vector<Candidate>& found) {
     const Filters& filters = task.filters;
     const float peak = top / static_cast<float>(task.temperature);
     const bool has_mass = filters.top_p < 1.0;
-    const float least = filters.min_p > 0.0 ? peak + static_cast<float>(__builtin_log(filters.min_p)) : -kInfinity;
+    const float threshold = filters.min_p > 0.0 ? peak + static_cast<float>(__builtin_log(filters.min_p)) : -kInfinity;
     const double whole_row = has_mass && !filters.top_k ? mass_of_row(task, top, peak, found) : 0.0;
     const bool is_bounded = !filters.top_k && !has_mass;  // min-p only
-    for (float reach : kReaches) {
-        gather(task, is_bounded ? least : peak - reach, found);
-        if (is_bounded || reach == kInfinity) break;
+    for (float distance : kDistances) {
+        gather(task, is_bounded ? threshold : peak - distance, found);
+        if (is_bounded || distance == kInfinity) break;
         const double mass = (filters.top_p + kMargin) * whole_row;
-        if (filters.top_k ? static_cast<int>(found.size()) >= filters.top_k : narrow(found, peak, reach, mass)) break;
+        if (filters.top_k ? static_cast<int>(found.size()) >= filters.top_k : narrow(found, peak, distance, mass))
+            break;
     }
     if (filters.top_k) keep_largest(found, filters.top_k);
     sort(found);
-    const int count = static_cast<int>(found.size()), most = filters.top_k ? std::min(filters.top_k, count) : count;
-    int kept = with_equals(found, most);
+    const int count = static_cast<int>(found.size()), limit = filters.top_k ? std::min(filters.top_k, count) : count;
+    int kept = with_equals(found, limit);
     if (has_mass) {
-        const double whole = filters.top_k ? mass_of(found, most, peak) : whole_row;
-        kept = std::min(kept, border_of_mass(found, most, whole, filters.top_p));
+        const double whole = filters.top_k ? mass_of(found, limit, peak) : whole_row;
+        kept = std::min(kept, border_of_mass(found, limit, whole, filters.top_p));
     }
-    while (found[kept - 1].y < least) --kept;  // the largest is at least `least`
+    while (found[kept - 1].y < threshold) --kept;  // the largest is at least `threshold`
     return kept;
 }
 
@@ -132,20 +135,20 @@ inline int border_of(const Ranking& task, float top, std::vector<Possible>& foun
 int rank_filtered(const Ranking& task, int count, Ranked* best) {
     const float top = top_score(task);
     if (top == kInfinity || task.temperature < 1e-30 || !(__builtin_fabs(top / task.temperature) < 1e30)) return 0;
-    std::vector<Possible> found;
+    std::vector<Candidate> found;
     const int kept = border_of(task, top, found);
     const float peak = top / static_cast<float>(task.temperature);
-    Podium podium{best, count};
+    TopTokens top_tokens{best, count};
     double sum = 0.0;
     for (int i = 0; i < kept; ++i) {
         const int64_t token = task.tokens ? task.tokens[found[i].place] : found[i].place;
         const double relative = static_cast<double>(found[i].y) - peak;
         const double value = task.key ? relative + noise(hash_of(static_cast<uint32_t>(token), *task.key)) : relative;
         sum += __builtin_exp(relative);
-        if (value > podium.floor()) podium.add({token, value});
+        if (value > top_tokens.floor()) top_tokens.insert({token, value});
     }
-    for (int i = 0; i < podium.count; ++i) best[i].value -= __builtin_log(sum);
-    return podium.count;
+    for (int i = 0; i < top_tokens.count; ++i) best[i].value -= __builtin_log(sum);
+    return top_tokens.count;
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ struct Q40 : FormatOf<4, 32, 8, false, false> {};
 struct Q41 : FormatOf<4, 32, 0, true, false> {};
 struct Q50 : FormatOf<5, 32, 16, false, false> {};
 struct Q51 : FormatOf<5, 32, 0, true, false> {};
-struct Q80 : FormatOf<8, 32, 128, false, false> {};  // held as q + 128
+struct Q80 : FormatOf<8, 32, 128, false, false> {};  // stored as q + 128
 struct Q4K : FormatOf<4, 32, 0, true, true> {};
 struct Q5K : FormatOf<5, 32, 0, true, true> {};
 struct Q6K : FormatOf<6, 16, 32, false, true> {};

@@ -33,22 +33,22 @@ struct AddNormed {
     float epsilon;
 };
 
-/// What products prefetch, by the processor's maker. AMD's take down to 0.75 of the time if one and two rows prefetch,
-/// and down to half with near prefetches.
-struct Fetching {
-    bool few_ask;  // one or two rows prefetch; otherwise this is measured (fetch_trial.h)
+/// What products prefetch, by the processor's maker. AMD's processors take down to 0.75 of the time if one and two rows
+/// prefetch, and down to half with near prefetches.
+struct PrefetchPolicy {
+    bool few_prefetch;  // one or two rows prefetch; otherwise this is measured (fetch_trial.h)
     bool is_near;  // rows also prefetch a few kilobytes ahead into the first cache
 };
-Fetching fetching();
+PrefetchPolicy prefetch_policy();
 
-/// What a thread prefetches for after its own units of a product: `next` while it computes the unit before `end`,
-/// otherwise the next unit.
-struct Following {
+/// What a thread prefetches while it computes a unit of a product: `next` during the last unit before `end`, otherwise
+/// the next unit.
+struct Prefetch {
     int end;
     const uint8_t* next;
-    bool asks;  // for that, and for the weights of the next unit
+    bool is_on;  // whether to prefetch `next`, and the weights of the next unit
 
-    /// Returns the distance from the weights of `unit`, at `place`, to what is needed after it. `bytes`: of a unit.
+    /// Returns the distance from the weights of `unit`, at `place`, to what is needed after it. `bytes`: a unit's size.
     int64_t ahead(int unit, const uint8_t* place, int64_t bytes) const {
         return unit + 1 == end ? reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(place) : bytes;
     }
@@ -57,7 +57,7 @@ struct Following {
 /// out[row] = W x + bias, or out[row] += W x + bias. One unit: one panel, for all rows.
 struct Product {
     Panels weights;
-    Following following;
+    Prefetch prefetch;
     Activations in;
     int rows;
     float* out;  // [rows, stride]
@@ -68,18 +68,18 @@ struct Product {
 /// f(gate) * up in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
 struct GatedProduct {
     Panels weights;
-    Following following;
+    Prefetch prefetch;
     Activations in;
     int rows;
     Activations out;
-    const float* const* steer;  // of each row, or null: the values added to its ups start `steer_first` later
-    int64_t steer_first;
+    const float* const* mlp_bias;  // biases of each row, or null; this layer's start at `mlp_bias_first`
+    int64_t mlp_bias_first;
     bool is_gelu;  // f is GELU (tanh), else SiLU
 };
 
 /// The keys and values of one session in one layer.
 /// keys [kv_heads, slots / 16, depth, 16], values [kv_heads, slots, width], width = depth rounded up to 16; formats and
-/// scales: held.h.
+/// scales: kv_formats.h.
 struct KeyValues {
     uint8_t* keys;
     uint8_t* values;
@@ -87,22 +87,22 @@ struct KeyValues {
 };
 
 /// Slots that a row sees, in position order: first .. first + run - 1, then the slots `more`, ascending.
-struct Reach {
+struct VisibleSlots {
     int first;
     int run;
     int num_more;
     const int* more;
-    int own;  // number of them up to the row's own, which is the last one unless the row sees later rows
+    int num_own;  // number of these slots up to the row's own, which is the last unless the row sees later rows
 
     int count() const { return run + num_more; }
     int slot(int place) const { return place < run ? first + place : more[place - run]; }
     int last_slot() const { return slot(count() - 1); }
 
     /// Drops all but the last `window` slots up to the row's own (0: none), and if `is_causal`, the later ones.
-    Reach within(int window, bool is_causal) const {
-        const int drop = window && own > window ? own - window : 0, end = is_causal ? own : count();
+    VisibleSlots within(int window, bool is_causal) const {
+        const int drop = window && num_own > window ? num_own - window : 0, end = is_causal ? num_own : count();
         const int of_run = drop < run ? drop : run, of_more = drop - of_run, last = end < run ? end : run;
-        return {first + of_run, last - of_run, end - last - of_more, more + of_more, own - drop};
+        return {first + of_run, last - of_run, end - last - of_more, more + of_more, num_own - drop};
     }
 };
 
@@ -111,9 +111,9 @@ struct Heads {
     int queries;  // number of query heads
     int keys;  // number of heads of keys and values
     int depth;  // entries of a head
-    KvFormat held;  // format of keys and values
-    float scale;  // of attention scores
-    float epsilon;  // of the norms of queries and keys
+    KvFormat kv_format;  // format of keys and values
+    float scale;  // factor of attention scores
+    float epsilon;  // epsilon of the norms of queries and keys
 
     int group() const { return queries / keys; }
     int width() const { return round_up(depth, kLanes); }
@@ -126,8 +126,8 @@ struct Heads {
 
   private:
     int entries_bytes(int count) const {
-        if (held == KvFormat::int8) return count + round_up(count, kScaled) / kScaled * 2;
-        return count * (held == KvFormat::float16 ? 2 : 4);
+        if (kv_format == KvFormat::int8) return count + round_up(count, kScaled) / kScaled * 2;
+        return count * (kv_format == KvFormat::float16 ? 2 : 4);
     }
 };
 
@@ -137,11 +137,11 @@ struct Rotate {
     Heads heads;
     int rows;
     float* mixed;  // [rows, queries then keys then values]; queries are changed in place
-    const float* turns;  // [rows, depth / 2, 2]: cosine and sine; null for layers without positions
-    int turns_stride;  // floats from one row to the next
+    const float* rope_rows;  // [rows, depth / 2, 2]: cosine and sine; null for layers without positions
+    int rope_stride;  // floats from one row to the next
     const float* query_norm;  // [depth] or null
     const float* key_norm;
-    const int* slots;  // of each row, in its session
+    const int* slots;  // slot of each row in its session
     const int* row_spans;  // index of each row's session
     const KeyValues* spans;
 
@@ -163,7 +163,7 @@ struct QueryTile {
 struct Attend {
     Heads heads;
     const float* mixed;  // [rows, outputs], as Rotate leaves it
-    const Reach* reaches;
+    const VisibleSlots* visible_slots;
     const KeyValues* spans;
     const QueryTile* tiles;
     Activations out;  // every head padded to whole groups
@@ -181,11 +181,11 @@ struct Filters {
 
 /// A row of logits, ranked by x / temperature plus the noise of `key`.
 struct Ranking {
-    const float* scores;  // [held]
-    const int64_t* tokens;  // [held], or null: 0, 1, ...
-    int held;
+    const float* scores;  // [size]
+    const int64_t* tokens;  // [size], or null: 0, 1, ...
+    int size;
     double temperature;
-    const uint64_t* key;  // of the noise, or null
+    const uint64_t* key;  // key of the noise, or null
     bool whole;  // values minus the logarithm of the sum of e^(x / temperature), as always with filters
     Filters filters = {0, 1.0, 0.0};
 };

@@ -18,7 +18,7 @@ constexpr int round_up(int value, int multiple) { return (value + multiple - 1) 
 
 constexpr int kScaled = 32;  // entries of a key or value that share a scale in int8
 
-/// Storage formats of keys and values (held.h).
+/// Storage formats of keys and values (kv_formats.h).
 enum class KvFormat { float32, float16, int8 };
 
 /// A number in IEEE half precision.
@@ -65,7 +65,7 @@ struct Activations {
     }
 
     /// Prefetches the first row's lines for writing, because other cores that read them hold copies.
-    void claim() const {
+    void prefetch_for_write() const {
         __builtin_prefetch(values, 1);
         __builtin_prefetch(facts, 1);
     }

@@ -40,33 +40,33 @@ std::vector<Section> cut_sections(const Stored& stored, int groups) {
 
 }  // namespace
 
-Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads, Room* room)
+Matrix::Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads, WeightArena* arena)
     : outputs_(outputs), inputs_(inputs), groups_(round_up(inputs, kGroup) / kGroup) {
-    pack(threads, room, [&](int output, int group, float* out) {
+    pack(threads, arena, [&](int output, int group, float* out) {
         const int first = group * kGroup, count = std::min(kGroup, inputs - first);
         std::fill(std::copy_n(weights + static_cast<int64_t>(output) * inputs + first, count, out), out + kGroup, 0.0f);
     });
     set_bias(bias);
 }
 
-Matrix::Matrix(const Matrix& other, int threads, Room* room)
+Matrix::Matrix(const Matrix& other, int threads, WeightArena* arena)
     : outputs_(other.outputs_), inputs_(other.inputs_), groups_(other.groups_), bias_(other.bias_) {
-    pack(threads, room, [&](int output, int group, float* out) { other.read(output, group, out); });
+    pack(threads, arena, [&](int output, int group, float* out) { other.read(output, group, out); });
 }
 
-Matrix::Matrix(const Stored& stored, const float* bias, int threads, Room* room)
+Matrix::Matrix(const Stored& stored, const float* bias, int threads, WeightArena* arena)
     : outputs_(stored.outputs), inputs_(stored.inputs), groups_(round_up(stored.inputs, kGroup) / kGroup) {
     stored.check();
     if (stored.has_floats())
-        round(stored, threads, room);
+        round(stored, threads, arena);
     else
-        keep(stored, threads, room);
+        keep(stored, threads, arena);
     set_bias(bias);
 }
 
 /// Copies blocks of a file unchanged.
-void Matrix::keep(const Stored& stored, int threads, Room* room) {
-    allocate(cut_sections(stored, groups_), room);
+void Matrix::keep(const Stored& stored, int threads, WeightArena* arena) {
+    allocate(cut_sections(stored, groups_), arena);
     std::atomic<bool> is_sound{true};
     share(threads, panels().count(), [&](int number) {
         const Format format = panels().section(number).format;
@@ -81,8 +81,8 @@ void Matrix::keep(const Stored& stored, int threads, Room* room) {
 }
 
 /// Rounds floats of a file to int8, a group at a time.
-void Matrix::round(const Stored& stored, int threads, Room* room) {
-    pack(threads, room, [&](int output, int group, float* out) {
+void Matrix::round(const Stored& stored, int threads, WeightArena* arena) {
+    pack(threads, arena, [&](int output, int group, float* out) {
         Format format;
         const uint8_t* row = stored.find(output, &format);
         if (row) read_floats(format, row, stored, group, out);
@@ -92,8 +92,8 @@ void Matrix::round(const Stored& stored, int threads, Room* room) {
 /// Allocates all weights and rounds them to int8. `read` (output, group, out [kGroup]) returns them, zeros after the
 /// last input.
 template <class F>
-void Matrix::pack(int threads, Room* room, F read) {
-    allocate({{Format::q8_0, 0, outpace::panel_bytes(Format::q8_0, groups_), nullptr}}, room);
+void Matrix::pack(int threads, WeightArena* arena, F read) {
+    allocate({{Format::q8_0, 0, outpace::panel_bytes(Format::q8_0, groups_), nullptr}}, arena);
     std::atomic<bool> is_finite{true}, fits{true};
     share(threads, panels().count(), [&](int number) {
         for (int group = 0; group < groups_; ++group)
@@ -115,15 +115,15 @@ void Matrix::set_bias(const float* bias) {
 }
 
 /// Allocates the panels of these sections, one after another.
-void Matrix::allocate(std::vector<Section> sections, Room* room) {
+void Matrix::allocate(std::vector<Section> sections, WeightArena* arena) {
     sections_ = std::move(sections);
     const uint8_t* place;
-    if (room) {
-        auto [home, start] = room->take(panel_bytes());
-        home_ = std::move(home), place = start;
+    if (arena) {
+        auto [block, start] = arena->allocate(panel_bytes());
+        block_ = std::move(block), place = start;
     } else {
-        home_ = std::make_shared<const Block<uint8_t>>(panel_bytes());
-        place = home_->data();
+        block_ = std::make_shared<const Block<uint8_t>>(panel_bytes());
+        place = block_->data();
     }
     for (std::size_t number = 0; number < sections_.size(); ++number) {
         const bool is_last = number + 1 == sections_.size();

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "layout.h"
-#include "room.h"
+#include "weight_arena.h"
 #include "stored.h"
 
 namespace outpace {
@@ -13,16 +13,17 @@ namespace outpace {
 /// W [outputs, inputs]. Panels of 32 outputs are consecutive, in the formats of formats.h; int8 is Q8_0.
 class Matrix {
   public:
-    /// Rounds floats to int8. `bias` may be null. Without a `room`, here and below, the matrix has its own memory.
+    /// Rounds floats to int8. `bias` may be null. Without an `arena`, here and below, the matrix has its own memory.
     /// Throws std::domain_error for a weight that is not finite or too large.
-    Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1, Room* room = nullptr);
+    Matrix(const float* weights, const float* bias, int outputs, int inputs, int threads = 1,
+           WeightArena* arena = nullptr);
 
     /// Packs a file's weights; floats are rounded to int8. Throws std::invalid_argument for wrong sizes,
     /// std::domain_error for a scale or a float that is not finite or too large.
-    Matrix(const Stored& stored, const float* bias, int threads = 1, Room* room = nullptr);
+    Matrix(const Stored& stored, const float* bias, int threads = 1, WeightArena* arena = nullptr);
 
     /// Rounds another matrix to int8.
-    Matrix(const Matrix& other, int threads, Room* room = nullptr);
+    Matrix(const Matrix& other, int threads, WeightArena* arena = nullptr);
 
     int outputs() const { return outputs_; }
     int inputs() const { return inputs_; }
@@ -44,18 +45,18 @@ class Matrix {
 
   private:
     template <class F>
-    void pack(int threads, Room* room, F read);
+    void pack(int threads, WeightArena* arena, F read);
     void read(int output, int group, float* out) const;  // [kGroup]
-    void keep(const Stored& stored, int threads, Room* room);
-    void round(const Stored& stored, int threads, Room* room);
+    void keep(const Stored& stored, int threads, WeightArena* arena);
+    void round(const Stored& stored, int threads, WeightArena* arena);
     void set_bias(const float* bias);
-    void allocate(std::vector<Section> sections, Room* room);
+    void allocate(std::vector<Section> sections, WeightArena* arena);
     uint8_t* panel(int number) const;
 
     int outputs_, inputs_, groups_;
     std::vector<float> bias_;
-    std::shared_ptr<const Block<uint8_t>> home_;
-    std::vector<Section> sections_;  // within home_
+    std::shared_ptr<const Block<uint8_t>> block_;
+    std::vector<Section> sections_;  // within block_
 };
 
 }  // namespace outpace

@@ -22,7 +22,7 @@ class Block {
 
     /// Allocates `count` elements without initialising them; untouched pages take no memory.
     explicit Block(std::size_t count) : count_(count) {
-        void* place = is_large() ? map_pages(room()) : allocate(room());
+        void* place = is_large() ? map_pages(padded_bytes()) : allocate(padded_bytes());
         if (!place) throw std::bad_alloc();
         data_ = static_cast<T*>(place);
     }
@@ -34,7 +34,7 @@ class Block {
     }
     ~Block() {
         if (is_large())
-            unmap_pages(data_, room());
+            unmap_pages(data_, padded_bytes());
         else
             release(data_);
     }
@@ -55,7 +55,7 @@ class Block {
     bool is_large() const { return bytes() >= kLarge; }
 
     /// Returns the bytes to allocate for `bytes()`: whole cache lines, or whole large pages.
-    std::size_t room() const {
+    std::size_t padded_bytes() const {
         const std::size_t unit = is_large() ? kLarge : 64;
         return bytes() ? (bytes() + unit - 1) / unit * unit : unit;
     }

@@ -61,7 +61,8 @@ void Model::check() const {
         require(!takes_states || layer == layers_[0], "token_norm is for the first layer");
         require_size(layer->mlp_norm, stride, "mlp_norm");
         if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth, "query_norm");
-        for (const auto* norm : {&layer->attention_norm, &layer->token_norm, &layer->mixed_norm, &layer->fed_norm})
+        for (const auto* norm : {&layer->attention_norm, &layer->token_norm, &layer->attention_output_norm,
+                                 &layer->mlp_output_norm})
             if (!norm->empty()) require_size(*norm, stride, "a norm of the hidden state");
         require(layer->rotation < shape_.rotations, "rotation is out of range");
         require(layer->window >= 0, "window is below 0");
@@ -79,12 +80,12 @@ void Model::check(const Forest& forest) const {
     for (const Span& span : forest.spans) {
         require(span.store->layers() == num_layers() && span.store->heads().depth == shape_.heads.depth &&
                     span.store->heads().keys == shape_.heads.keys &&
-                    span.store->heads().held == shape_.heads.held,
+                    span.store->heads().kv_format == shape_.heads.kv_format,
                 "a store is of another model");
         require(span.committed >= 0 && span.pending >= 0 && span.tokens >= 0 &&
                     span.committed + span.pending + span.tokens <= span.store->slots(),
                 "a span does not fit its store");
-        require(span.gap >= 0 && span.gap <= span.committed, "a gap is longer than what is committed");
+        require(span.position_gap >= 0 && span.position_gap <= span.committed, "a gap is longer than what is committed");
         require(!takes_states() || span.inputs || !span.tokens, "inputs are missing");
         for (int node = 0; node < span.tokens; ++node)
             require(span.sees[static_cast<int64_t>(node) * (span.pending + span.tokens) + span.pending + node],
@@ -99,15 +100,15 @@ void Model::check(const Forest& forest) const {
     for (int i = 0; i < forest.num_wanted; ++i)
         require(forest.wanted[i] >= 0 && forest.wanted[i] < rows, "a wanted row is out of range");
     require(forest.num_wanted <= rows, "more rows are wanted than there are");
-    check(forest.taps, rows);
+    check(forest.hidden_request, rows);
 }
 
-void Model::check(const Taps& taps, int rows) const {
-    for (int i = 0; i < taps.num_rows; ++i)
-        require(taps.rows[i] >= 0 && taps.rows[i] < rows, "a shown row is out of range");
-    for (int i = 0; i < taps.num_layers; ++i)
-        require(taps.layers[i] >= 0 && taps.layers[i] <= num_layers(),
-                "layer " + std::to_string(taps.layers[i]) + " is out of range");
+void Model::check(const HiddenRequest& request, int rows) const {
+    for (int i = 0; i < request.num_rows; ++i)
+        require(request.rows[i] >= 0 && request.rows[i] < rows, "a row of hidden states is out of range");
+    for (int i = 0; i < request.num_layers; ++i)
+        require(request.layers[i] >= 0 && request.layers[i] <= num_layers(),
+                "layer " + std::to_string(request.layers[i]) + " is out of range");
 }
 
 void Model::forward(const Forest& forest, float* scores) {

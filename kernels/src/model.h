@@ -22,13 +22,13 @@ struct Layer {
     std::vector<float> mlp_norm;
     std::vector<float> query_norm;  // [depth]
     std::vector<float> key_norm;
-    std::vector<float> mixed_norm;  // [hidden]: applied to the output of attention before it is added
-    std::vector<float> fed_norm;  // the same for the MLP
+    std::vector<float> attention_output_norm;  // [hidden]: applied to the output of attention before it is added
+    std::vector<float> mlp_output_norm;  // applied to the output of the MLP before it is added
     std::vector<float> token_norm;  // [hidden]
     int rotation = 0;  // index of the rotation of queries and keys; negative: no positions
     int window = 0;  // number of tokens that a row sees, itself included; 0: all
     bool is_causal = false;  // a row sees no later rows, whatever the spans say
-    std::shared_ptr<const Matrix> qkv;      // [queries, keys, values] from hidden, or from two of it, each padded
+    std::shared_ptr<const Matrix> qkv;  // [queries, keys, values] from hidden, or from embedding, hidden, each padded
     std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
@@ -44,7 +44,7 @@ struct Shape {
     float embedding_scale = 1.0f;  // factor of embeddings
     bool is_gelu = false;  // the MLPs' gates use GELU, else SiLU
 
-    int turn_floats() const { return rotations * heads.depth; }
+    int rope_floats() const { return rotations * heads.depth; }
 };
 
 /// One session's part of a forest: `tokens` new nodes after `pending` earlier ones after `committed` slots.
@@ -55,13 +55,13 @@ struct Span {
     int pending;
     int tokens;
     const bool* sees;
-    int gap = 0;  // number of committed slots, the last ones, that these nodes do not see
+    int position_gap = 0;  // number of committed slots, the last ones, that these nodes do not see
     const float* inputs = nullptr;  // [tokens, hidden]: the first layer's state, instead of the tokens' embeddings
-    const float* steer = nullptr;  // [layers, middle], added to the up projection of each MLP
+    const float* mlp_bias = nullptr;  // [layers, middle], added to the up projection of each MLP
 };
 
 /// Requested hidden states: of these rows, after each of these layers, before the final norm.
-struct Taps {
+struct HiddenRequest {
     const int* rows;
     int num_rows;
     const int* layers;  // 0: the input of the first layer
@@ -72,11 +72,11 @@ struct Taps {
 struct Forest {
     std::vector<Span> spans;
     const int* tokens;   // [rows]
-    const float* turns;  // [rows, rotations, depth / 2, 2]: cosine and sine of each pair's angle at the row's position
+    const float* rope_rows;  // [rows, rotations, depth / 2, 2]: cosine and sine of a pair's angle at the row's position
     int rows;
     const int* wanted;  // rows whose logits are wanted
     int num_wanted;
-    Taps taps{};
+    HiddenRequest hidden_request{};
     const bool* skipped = nullptr;  // [layers, 2]: whether the residual skips a layer's attention, its MLP
     // may be empty: called for each wanted row when its logits are complete; must not throw
     std::function<void(int)> after{};
@@ -106,7 +106,7 @@ class Model {
 
     void check() const;
     void check(const Forest& forest) const;
-    void check(const Taps& taps, int rows) const;
+    void check(const HiddenRequest& request, int rows) const;
 
     Shape shape_;
     std::vector<std::shared_ptr<const Layer>> layers_;
@@ -114,7 +114,7 @@ class Model {
     std::vector<float> norm_;
     const Kernels* kernels_;
     std::shared_ptr<Scratch> scratch_;
-    FetchTrial trial_{fetching()};
+    FetchTrial trial_{prefetch_policy()};
     Team team_;
     std::mutex running_;
 };

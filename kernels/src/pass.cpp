@@ -6,17 +6,17 @@
 namespace outpace {
 namespace {
 
-/// Returns the largest tile if `each` queries are left for every member: whole tiles only while there are several for
-/// each.
-int most_queries(int each, int whole) {
+/// Returns the largest number of queries of a tile when `each` queries are left for every member. Tiles are whole only
+/// while every member can have several.
+int max_queries(int each, int whole) {
     constexpr int kFew = 4;
     return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
 }
 
 /// Returns the activations in the form that the product with `weights` takes.
-Activations rounded_for(const Matrix& weights, Activations place) {
-    place.by_quarters = weights.takes_quarters();
-    return place;
+Activations in_form_for(const Matrix& weights, Activations activations) {
+    activations.by_quarters = weights.takes_quarters();
+    return activations;
 }
 
 }  // namespace
@@ -36,29 +36,31 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
       team_(model.team_),
       scores_(scores),
       stride_(round_up(model.shape_.hidden, kGroup)),
-      most_slots_(0),
-      narrows_(narrows()) {
+      max_slots_(0),
+      drops_rows_(can_drop_rows()) {
     const Shape& shape = model.shape_;
     const int rows = forest.rows;
     scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
     scratch_.mixed.reserve(static_cast<std::size_t>(rows) * shape.heads.outputs());
-    const auto is_normed = [](const auto& layer) { return !layer->mixed_norm.empty() || !layer->fed_norm.empty(); };
-    if (std::any_of(model.layers_.begin(), model.layers_.end(), is_normed))
+    const auto has_output_norm = [](const auto& layer) {
+        return !layer->attention_output_norm.empty() || !layer->mlp_output_norm.empty();
+    };
+    if (std::any_of(model.layers_.begin(), model.layers_.end(), has_output_norm))
         scratch_.branch.reserve(static_cast<std::size_t>(rows) * stride_);
     const int groups = stride_ / kGroup;
     if (model.takes_states()) {
         scratch_.tokens.reserve(static_cast<std::size_t>(rows) * stride_);
-        both_ = scratch_.normed.view(rows, 2 * groups);
+        tokens_and_states_ = scratch_.normalized.view(rows, 2 * groups);
     }
-    normed_ = scratch_.normed.view(rows, groups);
+    normalized_ = scratch_.normalized.view(rows, groups);
     attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
     model.trial_.begin_pass();
-    find_reaches();
-    find_steers();
-    cut_tiles(static_cast<int>(scratch_.row_spans.size()), scratch_.tiles);
-    for (const Span& span : forest.spans) most_slots_ = std::max(most_slots_, span.store->slots());
-    scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * most_slots_);
+    find_visible_slots();
+    find_mlp_biases();
+    make_tiles(static_cast<int>(scratch_.row_spans.size()), scratch_.tiles);
+    for (const Span& span : forest.spans) max_slots_ = std::max(max_slots_, span.store->slots());
+    scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * max_slots_);
     scratch_.stores.clear();
     for (int number = 0; number < model.num_layers(); ++number)
         for (const Span& span : forest.spans) scratch_.stores.push_back(span.store->layer(number));
@@ -66,49 +68,50 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
 
 /// Finds the slots that each row sees: committed slots and its ancestors. Ancestors that follow without a gap extend
 /// the run.
-void Model::Pass::find_reaches() {
+void Model::Pass::find_visible_slots() {
     scratch_.slots.clear();
     scratch_.row_spans.clear();
     scratch_.more.clear();
-    scratch_.reaches.clear();
+    scratch_.visible_slots.clear();
     for (std::size_t number = 0; number < forest_.spans.size(); ++number) {
         const Span& span = forest_.spans[number];
         const int columns = span.pending + span.tokens;
         for (int node = 0; node < span.tokens; ++node) {
             const bool* sees = span.sees + static_cast<int64_t>(node) * columns;
             int gapless = 0;
-            while (!span.gap && gapless < columns && sees[gapless]) ++gapless;
+            while (!span.position_gap && gapless < columns && sees[gapless]) ++gapless;
             const std::size_t before = scratch_.more.size();
             for (int other = gapless; other < columns; ++other)
                 if (sees[other]) scratch_.more.push_back(span.committed + other);
             const int num_more = static_cast<int>(scratch_.more.size() - before);
-            const int before_all = span.committed - span.gap;
-            const auto own = std::count(sees, sees + span.pending + node + 1, true);
-            scratch_.reaches.push_back({0, before_all + gapless, num_more, nullptr, before_all + static_cast<int>(own)});
+            const int before_all = span.committed - span.position_gap;
+            const auto num_visible = std::count(sees, sees + span.pending + node + 1, true);
+            scratch_.visible_slots.push_back(
+                {0, before_all + gapless, num_more, nullptr, before_all + static_cast<int>(num_visible)});
             scratch_.slots.push_back(span.committed + span.pending + node);
             scratch_.row_spans.push_back(static_cast<int>(number));
         }
     }
     const int* more = scratch_.more.data();
-    for (Reach& reach : scratch_.reaches) {
-        reach.more = more;
-        more += reach.num_more;
+    for (VisibleSlots& visible : scratch_.visible_slots) {
+        visible.more = more;
+        more += visible.num_more;
     }
 }
 
-/// Finds the steering of each row; empty if no row has one.
-void Model::Pass::find_steers() {
-    scratch_.steers.clear();
-    bool is_steered = false;
+/// Finds the MLP biases of each row; empty if no row has one.
+void Model::Pass::find_mlp_biases() {
+    scratch_.mlp_biases.clear();
+    bool has_bias = false;
     for (const Span& span : forest_.spans) {
-        scratch_.steers.insert(scratch_.steers.end(), span.tokens, span.steer);
-        is_steered |= span.steer != nullptr;
+        scratch_.mlp_biases.insert(scratch_.mlp_biases.end(), span.tokens, span.mlp_bias);
+        has_bias |= span.mlp_bias != nullptr;
     }
-    if (!is_steered) scratch_.steers.clear();
+    if (!has_bias) scratch_.mlp_biases.clear();
 }
 
-/// Cuts tiles of queries that share keys; the last tiles are small, so that all members end together.
-void Model::Pass::cut_tiles(int rows, std::vector<QueryTile>& tiles) {
+/// Divides the queries into tiles that share keys; the last tiles are small, so that all members end together.
+void Model::Pass::make_tiles(int rows, std::vector<QueryTile>& tiles) {
     const Heads& heads = model_.shape_.heads;
     int left = rows * heads.queries;
     tiles.clear();
@@ -118,25 +121,25 @@ void Model::Pass::cut_tiles(int rows, std::vector<QueryTile>& tiles) {
         const int first = row * heads.group(), last = end * heads.group();
         for (int head = 0; head < heads.keys; ++head)
             for (int query = first, count; query < last; query += count, left -= count) {
-                const int each = left / team_.size(), most = most_queries(each, kernels_.tile_queries);
-                count = std::min(most, last - query);
+                const int each = left / team_.size(), limit = max_queries(each, kernels_.tile_queries);
+                count = std::min(limit, last - query);
                 tiles.push_back({number, head, query, count, query == first});
             }
     }
 }
 
 /// Whether after the last layer's keys and values only the logits of some rows are needed.
-bool Model::Pass::narrows() const {
-    const Taps& taps = forest_.taps;
+bool Model::Pass::can_drop_rows() const {
+    const HiddenRequest& request = forest_.hidden_request;
     const int layers = model_.num_layers(), *wanted = forest_.wanted, *end = wanted + forest_.num_wanted;
     if (!layers || forest_.num_wanted == forest_.rows || skips(layers - 1, 0)) return false;
     if (!model_.layers_[layers - 1]->output) return false;
-    if (std::count(taps.layers, taps.layers + taps.num_layers, layers)) return false;
+    if (std::count(request.layers, request.layers + request.num_layers, layers)) return false;
     return std::adjacent_find(wanted, end, std::greater_equal<int>()) == end;
 }
 
 /// Moves the wanted rows to the front and drops the others.
-void Model::Pass::narrow() {
+void Model::Pass::drop_rows() {
     const int outputs = model_.shape_.heads.outputs(), rows = forest_.num_wanted;
     float *x = scratch_.x.data(), *mixed = scratch_.mixed.data();
     for (int to = 0; to < rows; ++to) {
@@ -144,45 +147,46 @@ void Model::Pass::narrow() {
         if (from == to) continue;
         std::copy_n(x + static_cast<int64_t>(from) * stride_, stride_, x + static_cast<int64_t>(to) * stride_);
         std::copy_n(mixed + static_cast<int64_t>(from) * outputs, outputs, mixed + static_cast<int64_t>(to) * outputs);
-        scratch_.reaches[to] = scratch_.reaches[from];
+        scratch_.visible_slots[to] = scratch_.visible_slots[from];
         scratch_.row_spans[to] = scratch_.row_spans[from];
-        if (!scratch_.steers.empty()) scratch_.steers[to] = scratch_.steers[from];
+        if (!scratch_.mlp_biases.empty()) scratch_.mlp_biases[to] = scratch_.mlp_biases[from];
     }
-    cut_tiles(rows, scratch_.last_tiles);
+    make_tiles(rows, scratch_.last_tiles);
 }
 
 void Model::Pass::run(Team::Member& member) {
     team_.share(member, forest_.rows, [&](int row) { embed(row); });
     FetchTrial* const trial = member.number == 0 && model_.trial_.wants(forest_.rows) ? &model_.trial_ : nullptr;
     for (int number = 0; number < model_.num_layers(); ++number) {
-        show(number, member);
+        copy_hidden(number, member);
         const auto begin = trial ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
-        if (!skips(number, 0)) mix(number, member);
-        if (model_.layers_[number]->output && !skips(number, 1)) feed(number, member);
+        if (!skips(number, 0)) run_attention(number, member);
+        if (model_.layers_[number]->output && !skips(number, 1)) run_mlp(number, member);
         if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
-    show(model_.num_layers(), member);
-    score(narrows_ ? nullptr : forest_.wanted, forest_.num_wanted, member);
+    copy_hidden(model_.num_layers(), member);
+    score(drops_rows_ ? nullptr : forest_.wanted, forest_.num_wanted, member);
     if (forest_.after) team_.share(member, forest_.num_wanted, forest_.after);
 }
 
 void Model::Pass::project(const float* hidden, Team::Member& member) {
     const int size = model_.shape_.hidden;
-    team_.share(member, forest_.rows, [&](int row) { take(hidden + static_cast<int64_t>(row) * size, row); });
+    team_.share(member, forest_.rows, [&](int row) { copy_input(hidden + static_cast<int64_t>(row) * size, row); });
     score(nullptr, forest_.rows, member);
 }
 
-/// Computes logits of these rows of x; null: of the first ones in order.
+/// Computes logits of these rows of x, or of the first `count` rows if `rows` is null.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
     normalize(model_.norm_, *model_.head_, rows, count, member);
-    multiply(model_.num_layers(), *model_.head_, *model_.head_, normed_, count, scores_, model_.outputs(), false, member);
+    multiply(model_.num_layers(), *model_.head_, *model_.head_, normalized_, count, scores_, model_.outputs(), false,
+             member);
 }
 
 void Model::Pass::embed(int row) {
     const Span& span = forest_.spans[scratch_.row_spans[row]];
     const int64_t node = scratch_.slots[row] - span.committed - span.pending;
-    if (span.inputs) take(span.inputs + node * model_.shape_.hidden, row);
+    if (span.inputs) copy_input(span.inputs + node * model_.shape_.hidden, row);
     if (span.inputs && !model_.takes_states()) return;
     float* x = (span.inputs ? scratch_.tokens : scratch_.x).data() + static_cast<int64_t>(row) * stride_;
     model_.embedding_->row(forest_.tokens[row], x);
@@ -192,7 +196,7 @@ void Model::Pass::embed(int row) {
 }
 
 /// Copies a row of x from the input; its padding is zero.
-void Model::Pass::take(const float* hidden, int row) {
+void Model::Pass::copy_input(const float* hidden, int row) {
     const int size = model_.shape_.hidden;
     float* x = scratch_.x.data() + static_cast<int64_t>(row) * stride_;
     std::copy_n(hidden, size, x);
@@ -200,57 +204,59 @@ void Model::Pass::take(const float* hidden, int row) {
 }
 
 /// Copies the requested hidden states after this number of layers.
-void Model::Pass::show(int number, Team::Member& member) {
-    const Taps& taps = forest_.taps;
+void Model::Pass::copy_hidden(int number, Team::Member& member) {
+    const HiddenRequest& request = forest_.hidden_request;
     const int size = model_.shape_.hidden;
-    for (int tap = 0; tap < taps.num_layers; ++tap) {
-        if (taps.layers[tap] != number) continue;
-        float* out = taps.out + static_cast<int64_t>(tap) * taps.num_rows * size;
+    for (int place = 0; place < request.num_layers; ++place) {
+        if (request.layers[place] != number) continue;
+        float* out = request.out + static_cast<int64_t>(place) * request.num_rows * size;
         const float* x = scratch_.x.data();
-        team_.share(member, taps.num_rows, [&](int i) {
-            std::copy_n(x + static_cast<int64_t>(taps.rows[i]) * stride_, size, out + static_cast<int64_t>(i) * size);
+        team_.share(member, request.num_rows, [&](int i) {
+            const float* row = x + static_cast<int64_t>(request.rows[i]) * stride_;
+            std::copy_n(row, size, out + static_cast<int64_t>(i) * size);
         });
     }
 }
 
 /// Runs a layer's attention.
-void Model::Pass::mix(int number, Team::Member& member) {
+void Model::Pass::run_attention(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
     const bool takes_states = !layer.token_norm.empty();
     if (takes_states)
-        normalize_both(layer, member);
+        normalize_tokens_and_states(layer, member);
     else
         normalize(layer.attention_norm, *layer.qkv, nullptr, forest_.rows, member);
-    multiply(number, *layer.qkv, layer.output ? *layer.output : *layer.qkv, takes_states ? both_ : normed_, forest_.rows, scratch_.mixed.data(), model_.shape_.heads.outputs(),
-             false, member);
+    multiply(number, *layer.qkv, layer.output ? *layer.output : *layer.qkv,
+             takes_states ? tokens_and_states_ : normalized_, forest_.rows, scratch_.mixed.data(),
+             model_.shape_.heads.outputs(), false, member);
     rotate(layer, spans, member);
     if (!layer.output) return;
-    if (is_narrow(number)) team_.share(member, 1, [&](int) { narrow(); });
-    attend(layer, is_narrow(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
-    add(number, *layer.output, *layer.gate_up, attended_, layer.mixed_norm, member);
+    if (drops_rows(number)) team_.share(member, 1, [&](int) { drop_rows(); });
+    attend(layer, drops_rows(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
+    add(number, *layer.output, *layer.gate_up, attended_, layer.attention_output_norm, member);
 }
 
 /// Runs a layer's MLP.
-void Model::Pass::feed(int number, Team::Member& member) {
+void Model::Pass::run_mlp(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
-    const int middle = model_.shape_.middle, rows = rows_behind(number);
+    const int middle = model_.shape_.middle, rows = num_rows_after(number);
     normalize(layer.mlp_norm, *layer.gate_up, nullptr, rows, member);
     const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), following(number, groups, *layer.down, member),
-                             rounded_for(*layer.gate_up, normed_), rows, rounded_for(*layer.down, gated_),
-                             scratch_.steers.empty() ? nullptr : scratch_.steers.data(),
+    const GatedProduct gated{layer.gate_up->panels(), plan_prefetch(number, groups, *layer.down, member),
+                             in_form_for(*layer.gate_up, normalized_), rows, in_form_for(*layer.down, gated_),
+                             scratch_.mlp_biases.empty() ? nullptr : scratch_.mlp_biases.data(),
                              static_cast<int64_t>(number) * middle, model_.shape_.is_gelu};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
     team_.share(member, groups, gate);
     const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
-    add(number, *layer.down, next, gated_, layer.fed_norm, member);
+    add(number, *layer.down, next, gated_, layer.mlp_output_norm, member);
 }
 
 /// Adds a product to the residual, normalized first if there is a norm for it.
 void Model::Pass::add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
                       const std::vector<float>& norm, Team::Member& member) {
-    const int rows = rows_behind(number);
+    const int rows = num_rows_after(number);
     float *x = scratch_.x.data(), *branch = scratch_.branch.data();
     multiply(number, weights, next, in, rows, norm.empty() ? x : branch, stride_, norm.empty(), member);
     if (norm.empty()) return;
@@ -262,8 +268,8 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
     const Rotate task{model_.shape_.heads,
                       forest_.rows,
                       scratch_.mixed.data(),
-                      layer.rotation < 0 ? nullptr : forest_.turns + layer.rotation * model_.shape_.heads.depth,
-                      model_.shape_.turn_floats(),
+                      layer.rotation < 0 ? nullptr : forest_.rope_rows + layer.rotation * model_.shape_.heads.depth,
+                      model_.shape_.rope_floats(),
                       layer.query_norm.empty() ? nullptr : layer.query_norm.data(),
                       layer.key_norm.empty() ? nullptr : layer.key_norm.data(),
                       scratch_.slots.data(),
@@ -274,10 +280,10 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
 
 void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
                          Team::Member& member) {
-    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.reaches.data(), spans,
-                      tiles.data(),        rounded_for(*layer.output, attended_), layer.window, layer.is_causal};
-    const int64_t room = static_cast<int64_t>(kernels_.tile_queries) * most_slots_;
-    float* scores = scratch_.scores.data() + member.number * room;
+    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.visible_slots.data(), spans,
+                      tiles.data(),        in_form_for(*layer.output, attended_), layer.window, layer.is_causal};
+    const int64_t size = static_cast<int64_t>(kernels_.tile_queries) * max_slots_;
+    float* scores = scratch_.scores.data() + member.number * size;
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
@@ -286,14 +292,15 @@ void Model::Pass::normalize(const std::vector<float>& norm, const Matrix& weight
                             Team::Member& member) {
     const Shape& shape = model_.shape_;
     const float* weight = norm.empty() ? nullptr : norm.data();
-    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_, shape.epsilon, rows, rounded_for(weights, normed_)};
+    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_,
+                         shape.epsilon,     rows,   in_form_for(weights, normalized_)};
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
-/// Normalizes the tokens' embeddings and the states side by side.
-void Model::Pass::normalize_both(const Layer& layer, Team::Member& member) {
+/// Normalizes the tokens' embeddings and the states; each row has both, one after the other.
+void Model::Pass::normalize_tokens_and_states(const Layer& layer, Team::Member& member) {
     const Shape& shape = model_.shape_;
-    const Activations out = rounded_for(*layer.qkv, both_);
+    const Activations out = in_form_for(*layer.qkv, tokens_and_states_);
     Activations states = out.from(0, out.groups / 2), tokens = out;
     tokens.groups = states.groups = out.groups / 2;
     const float* norm = layer.attention_norm.empty() ? nullptr : layer.attention_norm.data();
@@ -303,22 +310,21 @@ void Model::Pass::normalize_both(const Layer& layer, Team::Member& member) {
     team_.share(member, 2 * forest_.rows, [&](int unit) { kernels_.normalize(tasks[unit % 2], unit / 2); });
 }
 
-/// Plans what a member prefetches after its own units, where `next` are the weights of the next product in layer
+/// Plans what a member prefetches after its num_visible units, where `next` are the weights of the next product in layer
 /// `number`.
-Following Model::Pass::following(int number, int units, const Matrix& next, const Team::Member& member) const {
+Prefetch Model::Pass::plan_prefetch(int number, int units, const Matrix& next, const Team::Member& member) const {
     const Panels panels = next.panels();
     const int first = team_.first_unit(member.number, panels.count());
-    const bool asks = forest_.rows > FetchTrial::kFewRows || model_.trial_.asks(number);
-    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first), asks};
+    const bool is_on = forest_.rows > FetchTrial::kFewRows || model_.trial_.prefetches(number);
+    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first), is_on};
 }
 
 void Model::Pass::multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows,
                            float* out, int64_t stride, bool add, Team::Member& member) {
     const int panels = weights.panels().count();
-    const Product task{weights.panels(), following(number, panels, next, member), rounded_for(weights, in), rows, out,
-                       stride, add};
-    const auto one = [&](int panel) { kernels_.product(task, panel); };
-    team_.share(member, panels, one);
+    const Prefetch prefetch = plan_prefetch(number, panels, next, member);
+    const Product task{weights.panels(), prefetch, in_form_for(weights, in), rows, out, stride, add};
+    team_.share(member, panels, [&](int panel) { kernels_.product(task, panel); });
 }
 
 }  // namespace outpace

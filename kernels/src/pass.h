@@ -15,13 +15,13 @@ struct ActivationBuffer {
 
 /// Buffers that outlive a pass, so that it need not allocate once they are large enough.
 struct Model::Scratch {
-    Block<float> x, tokens, mixed, branch, scores;  // tokens: embeddings, if the first layer takes them and x
-    ActivationBuffer normed, attended, gated;
+    Block<float> x, tokens, mixed, branch, scores;  // tokens: embeddings, if the first layer takes both them and x
+    ActivationBuffer normalized, attended, gated;
     std::vector<int> slots, row_spans, more;
-    std::vector<Reach> reaches;
-    std::vector<QueryTile> tiles, last_tiles;  // for the last layer, if it has fewer rows
-    std::vector<KeyValues> stores;  // layer by layer, in each one per span
-    std::vector<const float*> steers;  // of each row, or null; empty if no row is steered
+    std::vector<VisibleSlots> visible_slots;
+    std::vector<QueryTile> tiles, last_tiles;  // last_tiles: for the last layer, if it has fewer rows
+    std::vector<KeyValues> stores;  // [layers, spans]
+    std::vector<const float*> mlp_biases;  // the MLP biases of each row, or null; empty if no row has one
 };
 
 class Model::Pass {
@@ -29,36 +29,36 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// The largest number of phases of `run`.
-    int phases() const { return 10 * model_.num_layers() + 5 + forest_.taps.num_layers; }
+    int phases() const { return 10 * model_.num_layers() + 5 + forest_.hidden_request.num_layers; }
 
     /// Runs on every member of the team.
     void run(Team::Member& member);
 
-    /// Does the same for logits of given hidden states only.
+    /// Runs the final norm and the output layer only, for given hidden states.
     void project(const float* hidden, Team::Member& member);
 
   private:
-    void find_reaches();
-    void find_steers();
-    void cut_tiles(int rows, std::vector<QueryTile>& tiles);
-    bool narrows() const;
-    void narrow();
+    void find_visible_slots();
+    void find_mlp_biases();
+    void make_tiles(int rows, std::vector<QueryTile>& tiles);
+    bool can_drop_rows() const;
+    void drop_rows();
     void embed(int row);
-    void take(const float* hidden, int row);
-    void show(int number, Team::Member& member);
-    /// Rows after a layer's keys and values. A late member recomputes it, so it must not change.
-    int rows_behind(int number) const { return is_narrow(number) ? forest_.num_wanted : forest_.rows; }
-    bool is_narrow(int number) const { return narrows_ && number == model_.num_layers() - 1; }
+    void copy_input(const float* hidden, int row);
+    void copy_hidden(int number, Team::Member& member);
+    /// Number of rows once a layer's keys and values are stored. A late member recomputes it, so it must not change.
+    int num_rows_after(int number) const { return drops_rows(number) ? forest_.num_wanted : forest_.rows; }
+    bool drops_rows(int number) const { return drops_rows_ && number == model_.num_layers() - 1; }
     bool skips(int number, int sublayer) const { return forest_.skipped && forest_.skipped[2 * number + sublayer]; }
-    void mix(int number, Team::Member& member);
-    void feed(int number, Team::Member& member);
+    void run_attention(int number, Team::Member& member);
+    void run_mlp(int number, Team::Member& member);
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
     void normalize(const std::vector<float>& norm, const Matrix& weights, const int* rows, int count,
                    Team::Member& member);
-    void normalize_both(const Layer& layer, Team::Member& member);
-    Following following(int number, int units, const Matrix& next, const Team::Member& member) const;
+    void normalize_tokens_and_states(const Layer& layer, Team::Member& member);
+    Prefetch plan_prefetch(int number, int units, const Matrix& next, const Team::Member& member) const;
     void add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
              const std::vector<float>& norm, Team::Member& member);
     void multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
@@ -70,10 +70,11 @@ class Model::Pass {
     const Kernels& kernels_;
     Team& team_;
     float* scores_;
-    int stride_;  // of x
-    int most_slots_;  // of any session's store
-    bool narrows_;  // the last layer's attention, and what follows, runs for wanted rows only
-    Activations normed_, both_, attended_, gated_;  // both_: of tokens, then of x
+    int stride_;  // floats from one row of x to the next
+    int max_slots_;  // the largest number of slots of a session's store
+    bool drops_rows_;  // the last layer's attention, and what follows, runs for wanted rows only
+    Activations normalized_, attended_, gated_;
+    Activations tokens_and_states_;  // each row: its token's embedding, then its state x
 };
 
 }  // namespace outpace

@@ -38,15 +38,15 @@ inline void multiply(const Panels& weights, int panel, const Activations& in, co
         for (int i = 0; i < kPanel; ++i) out[r * kPanel + i] = out[r * kPanel + i] + bias[i];
 }
 
-/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: distance to what is needed next, or none.
+/// Cuts rows into tiles of nearly equal size, at most kTileRows. `ahead`: distance to what is needed next.
 template <class F>
-inline void for_tiles(int rows, int64_t ahead, bool asks, F f) {
-    const bool is_near = fetching().is_near;
+inline void for_tiles(int rows, int64_t ahead, bool prefetches, F f) {
+    const bool is_near = prefetch_policy().is_near;
     const int tiles = (rows + kTileRows - 1) / kTileRows;
     for (int number = 0; number < tiles; ++number) {
         const int first = rows * number / tiles;
         const bool is_last = number == tiles - 1;
-        const uint32_t last_steps = tiles == 2 ? 0xaaaa : asks ? 0xffff : 0;
+        const uint32_t last_steps = tiles == 2 ? 0xaaaa : prefetches ? 0xffff : 0;
         const uint32_t steps = is_last ? last_steps : tiles == 2 ? 0x5555 : 0;
         f(Tile{first, rows * (number + 1) / tiles - first, ahead, ahead, steps, is_near, tiles == 1});
     }
@@ -57,8 +57,8 @@ void product(const Product& task, int panel) {
     const int first_output = panel * kPanel;
     const int outputs = weights.outputs - first_output < kPanel ? weights.outputs - first_output : kPanel;
     const Section& section = weights.section(panel);
-    const int64_t ahead = task.following.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
-    for_tiles(task.rows, ahead, task.following.asks, [&](const Tile& tile) {
+    const int64_t ahead = task.prefetch.ahead(panel, Panels::blocks(section, panel), section.panel_bytes);
+    for_tiles(task.rows, ahead, task.prefetch.is_on, [&](const Tile& tile) {
         alignas(64) float products[kTileRows * kPanel];
         for (int r = 0; r < tile.rows; ++r)  // other cores read the residual, and an output layer's logits are cold
             for (int i = 0; i < kPanel; i += kLanes)
@@ -76,20 +76,20 @@ void product(const Product& task, int panel) {
     });
 }
 
-/// Returns the ups of one vector of outputs, plus steering if there is any.
-inline Floats steered(const GatedProduct& task, int row, int output, Floats up) {
-    if (!task.steer || !task.steer[row]) return up;
-    return up + Floats::load(task.steer[row] + task.steer_first + output);
+/// Adds the row's MLP bias, if it has one, to a vector of the up projection.
+inline Floats add_mlp_bias(const GatedProduct& task, int row, int output, Floats up) {
+    if (!task.mlp_bias || !task.mlp_bias[row]) return up;
+    return up + Floats::load(task.mlp_bias[row] + task.mlp_bias_first + output);
 }
 
 void gated_product(const GatedProduct& task, int group) {
     constexpr int kPanels = kGroup / kLanes;  // each panel gives 16 outputs
     const Section& section = task.weights.section(group * kPanels);
     const uint8_t* place = Panels::blocks(section, group * kPanels);
-    const int64_t ahead = task.following.ahead(group, place, kPanels * section.panel_bytes);
-    for_tiles(task.rows, ahead, task.following.asks, [&](Tile tile) {
+    const int64_t ahead = task.prefetch.ahead(group, place, kPanels * section.panel_bytes);
+    for_tiles(task.rows, ahead, task.prefetch.is_on, [&](Tile tile) {
         alignas(64) float gated[kTileRows * kGroup];
-        for (int r = 0; r < tile.rows; ++r) task.out.from(tile.first + r, group).claim();
+        for (int r = 0; r < tile.rows; ++r) task.out.from(tile.first + r, group).prefetch_for_write();
         for (int part = 0; part < kPanels; ++part) {
             alignas(64) float products[kTileRows * kPanel];
             const bool is_last = part == kPanels - 1;
@@ -98,7 +98,7 @@ void gated_product(const GatedProduct& task, int group) {
             for (int r = 0; r < tile.rows; ++r) {
                 const float* gate = products + r * kPanel;
                 const int output = group * kGroup + part * kLanes;
-                const Floats up = steered(task, tile.first + r, output, Floats::load(gate + kLanes));
+                const Floats up = add_mlp_bias(task, tile.first + r, output, Floats::load(gate + kLanes));
                 const Floats at_gate = Floats::load(gate);
                 const Floats out = (task.is_gelu ? gelu(at_gate) : silu(at_gate)) * up;
                 out.store(gated + r * kGroup + part * kLanes);

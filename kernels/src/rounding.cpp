@@ -13,12 +13,12 @@ constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds a small n
 constexpr int kHalfBlock = kRounded.inputs / 2;
 
 struct Range {
-    Half scale, least;
+    Half scale, minimum;
     float error;
 };
 
 /// Returns q of a weight before it is clamped to 0 .. 15.
-float level_of(float weight, float least, float inverse) { return ((weight - least) * inverse + kWhole) - kWhole; }
+float level_of(float weight, float minimum, float inverse) { return ((weight - minimum) * inverse + kWhole) - kWhole; }
 
 /// Clamps; NaN becomes 0.
 float cut(float level) { return level > 0.0f ? level < 15.0f ? level : 15.0f : 0.0f; }
@@ -27,18 +27,18 @@ float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
 /// Returns the range from `low` to `high` with its squared error.
 Range range_of(const float* weights, float low, float high) {
-    const Half half_scale = float_to_half((high - low) / 15.0f), half_least = float_to_half(low);
-    const float scale = half_to_float(half_scale), least = half_to_float(half_least), inverse = inverse_of(scale);
+    const Half half_scale = float_to_half((high - low) / 15.0f), half_minimum = float_to_half(low);
+    const float scale = half_to_float(half_scale), minimum = half_to_float(half_minimum), inverse = inverse_of(scale);
     float errors[kHalfBlock] = {};
     for (int i = 0; i < kRounded.inputs; i += kHalfBlock)
         for (int j = 0; j < kHalfBlock; ++j) {
-            const float level = cut(level_of(weights[i + j], least, inverse));
-            const float error = level * scale + least - weights[i + j];
+            const float level = cut(level_of(weights[i + j], minimum, inverse));
+            const float error = level * scale + minimum - weights[i + j];
             errors[j] = errors[j] + error * error;
         }
     float sum = 0.0f;
     for (const float error : errors) sum = sum + error;
-    return {half_scale, half_least, sum};
+    return {half_scale, half_minimum, sum};
 }
 
 Range best_range(const float* weights) {
@@ -65,10 +65,11 @@ void round_to_q4_1(const float* weights, int64_t count, uint8_t* blocks) {
     for (int64_t first = 0; first < count; first += kRounded.inputs, weights += kRounded.inputs, blocks += kRounded.bytes) {
         const Range range = best_range(weights);
         std::memcpy(blocks, &range.scale.bits, 2);
-        std::memcpy(blocks + 2, &range.least.bits, 2);
-        const float least = half_to_float(range.least), inverse = inverse_of(half_to_float(range.scale));
+        std::memcpy(blocks + 2, &range.minimum.bits, 2);
+        const float minimum = half_to_float(range.minimum), inverse = inverse_of(half_to_float(range.scale));
         uint8_t levels[kRounded.inputs];
-        for (int i = 0; i < kRounded.inputs; ++i) levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], least, inverse)));
+        for (int i = 0; i < kRounded.inputs; ++i)
+            levels[i] = static_cast<uint8_t>(cut(level_of(weights[i], minimum, inverse)));
         for (int i = 0; i < kHalfBlock; ++i) blocks[4 + i] = static_cast<uint8_t>(levels[i] | levels[i + kHalfBlock] << 4);
     }
 }

@@ -1,7 +1,7 @@
 // Work on rows: norms, rounding to int8, rotation. Include after a lanes_*.h.
 #pragma once
 
-#include "held.h"
+#include "kv_formats.h"
 #include "kernels.h"
 
 namespace outpace {
@@ -25,9 +25,9 @@ inline void quantize_parts(const float* x, int8_t* values, GroupFacts& facts) {
     Ints q[kQuarters];
     for (int part = 0; part < Parts; ++part) {
         const float* from = x + part * kVectors * kLanes;
-        Floats most = abs(Floats::load(from));
-        if constexpr (kVectors > 1) most = max(most, abs(Floats::load(from + kLanes)));
-        const float top = largest(most);
+        Floats magnitudes = abs(Floats::load(from));
+        if constexpr (kVectors > 1) magnitudes = max(magnitudes, abs(Floats::load(from + kLanes)));
+        const float top = largest(magnitudes);
         const bool is_zero = !(top > 1e-30f);  // 127 / top must stay finite
         const Floats factor = Floats::all(is_zero ? 0.0f : 127.0f / top);
         for (int i = 0; i < kVectors; ++i) q[part * kVectors + i] = round(Floats::load(from + i * kLanes) * factor);
@@ -65,7 +65,7 @@ inline float inverse_rms(float squares, int size, float epsilon) {
 void normalize(const Normalize& task, int row) {
     const int64_t source = task.rows ? task.rows[row] : row;
     const float* x = task.x + source * task.stride;
-    for (int group = 0; group < task.out.groups; ++group) task.out.from(row, group).claim();
+    for (int group = 0; group < task.out.groups; ++group) task.out.from(row, group).prefetch_for_write();
     if (!task.weight) {
         for (int group = 0; group < task.out.groups; ++group) quantize_group(x + group * kGroup, task.out, row, group);
         return;
@@ -91,7 +91,7 @@ void add_normed(const AddNormed& task, int row) {
 }
 
 /// Processes one head: x / rms(x) * norm if there is a norm, then rotates the pairs (i, i + depth / 2), then scales.
-inline void turn_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
+inline void rotate_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
     const int half = task.heads.depth / 2;
     if (norm) {
         alignas(64) float padded[kDepthMax] = {};
@@ -100,9 +100,9 @@ inline void turn_head(const Rotate& task, int row, const float* norm, float scal
         const float inverse = inverse_rms(squares, 2 * half, task.heads.epsilon);
         for (int i = 0; i < 2 * half; ++i) x[i] = x[i] * inverse * norm[i];
     }
-    const float* turns = task.turns ? task.turns + static_cast<int64_t>(row) * task.turns_stride : nullptr;
+    const float* pairs = task.rope_rows ? task.rope_rows + static_cast<int64_t>(row) * task.rope_stride : nullptr;
     for (int i = 0; i < half; ++i) {
-        const float cosine = turns ? turns[2 * i] : 1.0f, sine = turns ? turns[2 * i + 1] : 0.0f;
+        const float cosine = pairs ? pairs[2 * i] : 1.0f, sine = pairs ? pairs[2 * i + 1] : 0.0f;
         const float first = x[i], second = x[i + half];
         x[i] = __builtin_fmaf(first, cosine, -(second * sine)) * scale;
         x[i + half] = __builtin_fmaf(first, sine, second * cosine) * scale;
@@ -116,11 +116,11 @@ void rotate(const Rotate& task, int unit) {
     for (int row = first; row < end; ++row) {
         float* x = task.mixed + static_cast<int64_t>(row) * heads.outputs() + head * heads.depth;
         if (head < heads.queries) {
-            turn_head(task, row, task.query_norm, heads.scale, x);
+            rotate_head(task, row, task.query_norm, heads.scale, x);
         } else {
-            turn_head(task, row, task.key_norm, 1.0f, x);
+            rotate_head(task, row, task.key_norm, 1.0f, x);
             const KeyValues& store = task.spans[task.row_spans[row]];
-            hold_head(heads, store, head - heads.queries, task.slots[row], x, x + heads.keys * heads.depth);
+            store_head(heads, store, head - heads.queries, task.slots[row], x, x + heads.keys * heads.depth);
         }
     }
 }

@@ -22,7 +22,7 @@ template <std::size_t Count>
 using Bytes = std::integral_constant<std::size_t, Count>;
 
 int entry_bytes(const Heads& heads) {
-    return heads.held == KvFormat::float32 ? 4 : heads.held == KvFormat::float16 ? 2 : 1;
+    return heads.kv_format == KvFormat::float32 ? 4 : heads.kv_format == KvFormat::float16 ? 2 : 1;
 }
 
 /// Calls f(place, bytes) for every number of a slot's key: its entries, then its scales in int8.
@@ -32,7 +32,7 @@ void for_key(const Heads& heads, const KeyValues& store, int head, int slot, F f
     const auto each = [&](int count, auto size) {
         for (int i = 0; i < count; ++i, line += size * kLanes) f(line + slot % kLanes * size, size);
     };
-    switch (heads.held) {
+    switch (heads.kv_format) {
         case KvFormat::float32: return each(heads.depth, Bytes<4>{});
         case KvFormat::float16: return each(heads.depth, Bytes<2>{});
         case KvFormat::int8:
@@ -41,16 +41,16 @@ void for_key(const Heads& heads, const KeyValues& store, int head, int slot, F f
     }
 }
 
-/// Reads the number at `place`; `scale`: of its 32 entries, in int8.
+/// Reads the number at `place`. `scale`: the scale of its 32 entries; used in int8 only.
 float number(const Heads& heads, const uint8_t* place, const uint8_t* scale) {
-    if (heads.held == KvFormat::float32) {
+    if (heads.kv_format == KvFormat::float32) {
         float found;
         std::memcpy(&found, place, 4);
         return found;
     }
     uint16_t bits;
-    std::memcpy(&bits, heads.held == KvFormat::int8 ? scale : place, 2);
-    if (heads.held == KvFormat::float16) return half_to_float({bits});
+    std::memcpy(&bits, heads.kv_format == KvFormat::int8 ? scale : place, 2);
+    if (heads.kv_format == KvFormat::float16) return half_to_float({bits});
     return static_cast<float>(static_cast<int8_t>(*place)) * from_bfloat16(bits);
 }
 
@@ -106,15 +106,15 @@ void Store::spread(int slots) {
 void Store::move_in(int number, const std::vector<int>& source, int start) {
     const KeyValues place = layer(number);
     const std::size_t size = heads_.value_bytes();
-    std::vector<uint8_t> held(source.size() * (heads_.key_bytes() + size));
+    std::vector<uint8_t> buffer(source.size() * (heads_.key_bytes() + size));
     for (int head = 0; head < heads_.keys; ++head) {
-        uint8_t* to = held.data();
+        uint8_t* to = buffer.data();
         const auto take = [&](const uint8_t* from, auto bytes) { std::memcpy(to, from, bytes), to += bytes; };
         for (int slot : source) {
             for_key(heads_, place, head, slot, take);
             take(value_place(heads_, place, head, slot), size);
         }
-        const uint8_t* from = held.data();
+        const uint8_t* from = buffer.data();
         const auto give = [&](uint8_t* back, auto bytes) { std::memcpy(back, from, bytes), from += bytes; };
         for (std::size_t n = 0; n < source.size(); ++n) {
             const int slot = start + static_cast<int>(n);

@@ -97,9 +97,9 @@ float largest_of(const float* x) {
 /// Rounds half a group of weights to Q8_0. Adding 1.5 * 2^23 rounds a small number to a whole one, ties to even, and
 /// leaves it in the lowest byte; `lrintf` would take one number at a time.
 void round_half(const float* weights, int half, Group& group) {
-    const Half held = to_half_up(largest_of(weights) / 127.0f);
-    const float scale = held.bits ? half_to_float(held) : 1.0f;
-    group.numbers[half][0] = held.bits;
+    const Half half_scale = to_half_up(largest_of(weights) / 127.0f);
+    const float scale = half_scale.bits ? half_to_float(half_scale) : 1.0f;
+    group.numbers[half][0] = half_scale.bits;
     uint8_t bytes[kHalfGroup];
     for (int i = 0; i < kHalfGroup; ++i) {
         const float rounded = weights[i] / scale + 12582912.0f;
@@ -196,8 +196,9 @@ void read_stored(Format format, const uint8_t* panel, int number, int lane, floa
         if (F::kHasTable)
             for (uint8_t& number : numbers) number = kTable[number];
         for (int part = 0; part < F::kParts; ++part) {
-            const float c = read_number<F>(place, part, 0, lane), held = F::kHasMin ? read_number<F>(place, part, 1, lane) : 0;
-            const float m = F::kMinInSteps ? held * c : held;
+            const float c = read_number<F>(place, part, 0, lane);
+            const float stored_m = F::kHasMin ? read_number<F>(place, part, 1, lane) : 0;
+            const float m = F::kMinInSteps ? stored_m * c : stored_m;
             for (int input = part * F::kPart; input < (part + 1) * F::kPart; ++input) {
                 const float value = c * static_cast<float>(numbers[input] - F::kBias);  // exact
                 out[input] = F::kHasMin ? value + m : value;

@@ -43,8 +43,8 @@ struct Stored {
     };
     Run run_at(int input) const {
         if (!chunk) return {input, inputs - input};
-        const int room = round_up(chunk, kGroup);
-        return {input / room * chunk + input % room, chunk - input % room};
+        const int padded = round_up(chunk, kGroup);
+        return {input / padded * chunk + input % padded, chunk - input % padded};
     }
 
     /// Inputs without padding.

@@ -10,7 +10,7 @@
 
 #include <type_traits>
 
-#include "fetched.h"
+#include "tile_prefetch.h"
 #include "formats.h"
 
 namespace outpace {
@@ -156,7 +156,7 @@ inline void multiply_stored(const uint8_t* panel, int first, const Activations& 
     Floats total[R][V];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) total[r][v] = Floats::all(0.0f);
-    const Fetched<F::kBlockBytes, F::kGroups, F::kBits, R, V> fetched(tile, in.groups);
+    const TilePrefetch<F::kBlockBytes, F::kGroups, F::kBits, R, V> prefetch(tile, in.groups);
     for (int group = 0; group < in.groups; ++group) {
         StoredGroup at = StoredGroup::at<F>(panel, group);
         alignas(64) uint8_t bytes[F::kSixBits ? 2 * F::kSix : 1];
@@ -164,7 +164,7 @@ inline void multiply_stored(const uint8_t* panel, int first, const Activations& 
             unpack_six_bits<F>(at, bytes);
             at.scales = bytes;
         }
-        add_parts<F, R, V, 0>(at, first, in.from(tile.first, group), fetched.of(group), total);
+        add_parts<F, R, V, 0>(at, first, in.from(tile.first, group), prefetch.lines(group), total);
     }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) total[r][v].store(out + r * kPanel + (first + v) * kLanes);

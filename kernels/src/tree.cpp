@@ -9,7 +9,7 @@
 namespace outpace {
 namespace {
 
-constexpr double kMinCoverage = 0.05;  // least assumed probability that any proposal is picked
+constexpr double kMinCoverage = 0.05;  // lowest assumed probability that any proposal is picked
 constexpr double kTemperatures[] = {0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0};
 constexpr double kDoubt = 4.0;  // prior: nats by which a temperature e times higher or lower must explain picks better
 constexpr double kMemory = 0.995;  // decay per pick, so about 200 picks count
@@ -85,22 +85,23 @@ int TokenTree::add(int parent, int token, double score, int role, int kind, int6
 void TokenTree::attach_children(const std::vector<Child>& children, int primary) {
     std::vector<std::pair<Child, int>> fresh;
     fresh.reserve(children.size());
-    for (const Child& one : children) {
-        check_parent(one.parent);
-        if (std::isnan(one.score)) refuse("the path score of token " + std::to_string(one.token) + " is not a number");
-        declare(one.parent, kPicked);
+    for (const Child& node : children) {
+        check_parent(node.parent);
+        if (std::isnan(node.score))
+            refuse("the path score of token " + std::to_string(node.token) + " is not a number");
+        declare(node.parent, kPicked);
         const int role = primary-- > 0 ? kPrimary : kSecondary;
-        if (child(one.parent, one.token) < 0)
-            fresh.push_back({{std::min(one.score, scores[one.parent]), one.parent, one.token}, role});
+        if (child(node.parent, node.token) < 0)
+            fresh.push_back({{std::min(node.score, scores[node.parent]), node.parent, node.token}, role});
     }
-    double least = -std::numeric_limits<double>::infinity();
+    double lowest = -std::numeric_limits<double>::infinity();
     if (max_nodes >= 0 && size() + static_cast<int>(fresh.size()) > max_nodes) {
         std::vector<double> more;
-        for (const auto& [one, role] : fresh) more.push_back(one.score);
-        least = bound(more);
+        for (const auto& [node, role] : fresh) more.push_back(node.score);
+        lowest = bound(more);
     }
-    for (const auto& [one, role] : fresh)
-        if (one.score >= least) append(one.parent, one.token, one.score, role, next_id);
+    for (const auto& [node, role] : fresh)
+        if (node.score >= lowest) append(node.parent, node.token, node.score, role, next_id);
 }
 
 void TokenTree::confirm(int parent, int token, double chance) {
@@ -116,22 +117,22 @@ void TokenTree::confirm(int parent, int token, double chance) {
 }
 
 int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks,
-                             int width, int most) {
+                             int width, int max_children) {
     if (static_cast<int>(frontier.size()) != offers.count) refuse("every node needs its proposals");
     const int confirmed = num_confirmed;
     std::vector<std::vector<double>> chances;
     std::vector<std::pair<double, int>> heads;  // (-score of the best child not taken yet, row): a heap, best on top
     for (int row = 0; row < offers.count; ++row) {
         check_parent(frontier[row]);
-        const Proposals& one = offers.at(row);
-        if (one.values.size() != one.tokens.size()) refuse("every proposal needs a value");
-        for (const int64_t token : one.tokens)
+        const Proposals& proposals = offers.at(row);
+        if (proposals.values.size() != proposals.tokens.size()) refuse("every proposal needs a value");
+        for (const int64_t token : proposals.tokens)
             if (token < 0 || token > std::numeric_limits<int>::max())
                 refuse("no token has the id " + std::to_string(token));
-        chances.push_back(picks.log_chances(one.values, width));
+        chances.push_back(picks.log_chances(proposals.values, width));
         if (first_child_[frontier[row]] >= 0)
             for (std::size_t rank = 0; rank < chances[row].size(); ++rank)
-                confirm(frontier[row], static_cast<int>(one.tokens[rank]), chances[row][rank]);
+                confirm(frontier[row], static_cast<int>(proposals.tokens[rank]), chances[row][rank]);
     }
     for (int row = 0; row < offers.count; ++row) {
         if (!chances[row].empty()) heads.emplace_back(-(scores[frontier[row]] + chances[row][0]), row);
@@ -139,7 +140,7 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
     std::make_heap(heads.begin(), heads.end(), std::greater<>());
     std::vector<std::size_t> taken(offers.count, 0);
     std::vector<Child> best;
-    while (!heads.empty() && static_cast<int>(best.size()) < most) {
+    while (!heads.empty() && static_cast<int>(best.size()) < max_children) {
         std::pop_heap(heads.begin(), heads.end(), std::greater<>());
         const auto [score, row] = heads.back();
         heads.pop_back();
@@ -170,15 +171,15 @@ int TokenTree::chain(int parent, const std::vector<int>& new_tokens, const std::
 
 int TokenTree::child(int node, int token) const {
     check(node);
-    for (int one = first_child_[node]; one >= 0; one = next_sibling_[one])
-        if (tokens[one] == token && roles[one] != kProbe) return one;
+    for (int candidate = first_child_[node]; candidate >= 0; candidate = next_sibling_[candidate])
+        if (tokens[candidate] == token && roles[candidate] != kProbe) return candidate;
     return kPrefix;
 }
 
 std::vector<int> TokenTree::children(int node) const {
     check(node);
     std::vector<int> found;
-    for (int one = first_child_[node]; one >= 0; one = next_sibling_[one]) found.push_back(one);
+    for (int candidate = first_child_[node]; candidate >= 0; candidate = next_sibling_[candidate]) found.push_back(candidate);
     return found;
 }
 
@@ -248,23 +249,23 @@ std::vector<double> TokenTree::best_scores(int count, bool leaves) const {
     return found;
 }
 
-int TokenTree::best_width(int most, double fixed, double per_node) const {
-    double reached = 0.0;
+int TokenTree::best_width(int max_leaves, double fixed, double per_node) const {
+    double total = 0.0;
     int count = 0;
-    for (const double score : best_scores(most, true)) {
+    for (const double score : best_scores(max_leaves, true)) {
         const double chance = std::exp(score);
-        if (count && chance * (fixed + per_node * count) < per_node * reached) break;
-        reached += chance;
+        if (count && chance * (fixed + per_node * count) < per_node * total) break;
+        total += chance;
         ++count;
     }
     return count;
 }
 
-std::vector<double> TokenTree::chances(const std::vector<std::pair<int, double>>& trust, double other) const {
+std::vector<double> TokenTree::chances(const std::vector<std::pair<int, double>>& factors, double other) const {
     std::vector<double> found(size(), 1.0);
     for (int node = 1; node < size(); ++node) {
         double factor = other;
-        for (const auto& [source, value] : trust)
+        for (const auto& [source, value] : factors)
             if (source == sources[node]) factor = value;
         const int parent = parents[node];
         found[node] = found[parent] * std::min(std::exp(scores[node] - scores[parent]) * factor, 1.0);
@@ -272,20 +273,20 @@ std::vector<double> TokenTree::chances(const std::vector<std::pair<int, double>>
     return found;
 }
 
-std::vector<double> TokenTree::parent_chances(const std::vector<double>& chances, int source, int looked_up,
-                                              double trust, bool with_root) const {
-    if (chances.size() != tokens.size() || looked_up < 0 || looked_up >= size())
+std::vector<double> TokenTree::parent_chances(const std::vector<double>& chances, int source, int last_lookup_node,
+                                              double factor, bool with_root) const {
+    if (chances.size() != tokens.size() || last_lookup_node < 0 || last_lookup_node >= size())
         throw std::invalid_argument("every node needs a chance, and nodes that were looked up must be in the tree");
     std::vector<double> found;
     for (const int leaf : leaves()) found.push_back(chances[leaf]);
-    for (int node = 0; node <= looked_up; ++node) {
+    for (int node = 0; node <= last_lookup_node; ++node) {
         double rest = chances[node];
         bool is_expanded = false;
         for (int child = first_child_[node]; child >= 0; child = next_sibling_[child]) {
             rest -= chances[child];
             is_expanded = is_expanded || sources[child] == source;
         }
-        if (!is_expanded && (node ? first_child_[node] >= 0 : with_root)) found.push_back(trust * rest);
+        if (!is_expanded && (node ? first_child_[node] >= 0 : with_root)) found.push_back(factor * rest);
     }
     return found;
 }
@@ -444,7 +445,7 @@ void OfferMap::record(const TokenTree& tree, const std::vector<int>& nodes, cons
 }
 
 void OfferMap::keep(const SlotMap& slots) {
-    std::erase_if(offers_, [&](const auto& one) { return !slots.contains(one.first); });
+    std::erase_if(offers_, [&](const auto& entry) { return !slots.contains(entry.first); });
 }
 
 void PendingNodes::add(const std::vector<int>& new_parents) {
@@ -461,7 +462,8 @@ std::string PendingNodes::mask(int first) const {
     const std::size_t width = size();
     std::string rows((width - first) * width, '\0');
     for (std::size_t node = first; node < width; ++node)
-        for (int one = static_cast<int>(node); one >= 0; one = parents[one]) rows[(node - first) * width + one] = 1;
+        for (int seen = static_cast<int>(node); seen >= 0; seen = parents[seen])
+            rows[(node - first) * width + seen] = 1;
     return rows;
 }
 
@@ -503,8 +505,8 @@ std::vector<int> SlotMap::next(const TokenTree& tree, int count, double floor, i
         nodes.clear();
         reset();  // another drafter has raised scores since
     }
-    const double least = tree.bound({});
-    std::erase_if(nodes, [&](int node) { return tree.scores[node] < least; });
+    const double lowest = tree.bound({});
+    std::erase_if(nodes, [&](int node) { return tree.scores[node] < lowest; });
     std::sort(nodes.begin(), nodes.end());
     return nodes;
 }
@@ -514,7 +516,7 @@ std::vector<int> SlotMap::peek(int count) const {
     const auto end = sorted.begin() + std::min<std::size_t>(std::max(count, 0), sorted.size());
     std::partial_sort(sorted.begin(), end, sorted.end());
     std::vector<int> nodes;
-    for (auto one = sorted.begin(); one != end; ++one) nodes.push_back(one->second);
+    for (auto entry = sorted.begin(); entry != end; ++entry) nodes.push_back(entry->second);
     std::sort(nodes.begin(), nodes.end());
     return nodes;
 }
@@ -556,9 +558,9 @@ void PickModel::learn(const std::vector<double>& values, int picked) {
 void PickModel::learn_written(const OfferMap& offers, const std::vector<int64_t>& nodes,
                               const std::vector<int64_t>& written) {
     for (std::size_t n = 0; n < std::min(nodes.size(), written.size()); ++n)
-        if (const Proposals* one = offers.get(nodes[n])) {
-            const auto place = std::find(one->tokens.begin(), one->tokens.end(), written[n]);
-            learn(one->values, place == one->tokens.end() ? -1 : static_cast<int>(place - one->tokens.begin()));
+        if (const Proposals* proposals = offers.get(nodes[n])) {
+            const auto place = std::find(proposals->tokens.begin(), proposals->tokens.end(), written[n]);
+            learn(proposals->values, place == proposals->tokens.end() ? -1 : static_cast<int>(place - proposals->tokens.begin()));
         }
 }
 

@@ -70,10 +70,11 @@ class TokenTree {
     /// Adds picked children, best first: those below the bound are left out, the first `primary` are primary nodes.
     void attach_children(const std::vector<Child>& children, int primary);
     /// Adds the best proposals below each node of `frontier`, parents first; returns the number of nodes that are new or
-    /// confirmed. A node's best proposal is added whatever its score, others if at least `min_score`. At most `most`
-    /// children are added, best first. Proposals that are there already are confirmed first, see `confirm`.
+    /// confirmed. A node's best proposal is added whatever its score, others if at least `min_score`. At most
+    /// `max_children` children are added, best first. Proposals that the tree has already are confirmed first, see
+    /// `confirm`.
     int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks, int width,
-                      int most);
+                      int max_children);
     /// Adds picked tokens, each below the one before; returns the first node.
     int chain(int parent, const std::vector<int>& new_tokens, const std::vector<double>& new_scores);
     /// Declares how the children of a node are chosen; throws if another way was declared before.
@@ -106,18 +107,17 @@ class TokenTree {
     /// Returns the best `count` path scores below the root, best first; with `leaves`, those of all nodes without
     /// children.
     std::vector<double> best_scores(int count, bool leaves) const;
-    /// Returns how many of the best `most` leaves to expand in one step of fixed + count * per_node seconds, so that the
-    /// sum of their chances per second is greatest.
-    int best_width(int most, double fixed, double per_node) const;
+    /// Returns how many of the best `max_leaves` leaves to expand in one step of fixed + count * per_node seconds, so
+    /// that the sum of their chances per second is greatest.
+    int best_width(int max_leaves, double fixed, double per_node) const;
     /// Returns for each node the probability that the target accepts it and all its ancestors: exp(score) with each step
-    /// multiplied by the trust in the source of the step's node, or by `other` for sources without one. Steps are at
-    /// most 1.
-    std::vector<double> chances(const std::vector<std::pair<int, double>>& trust, double other) const;
-    /// Returns the chances of the nodes below which a source's model may grow: leaves, and of the nodes up to
-    /// `looked_up` those that it has not expanded, with the chance that no child continues them times `trust`. The root
-    /// counts only if `with_root`.
-    std::vector<double> parent_chances(const std::vector<double>& chances, int source, int looked_up, double trust,
-                                       bool with_root) const;
+    /// multiplied by the factor of its source, or by `other` for sources without one. Steps are at most 1.
+    std::vector<double> chances(const std::vector<std::pair<int, double>>& factors, double other) const;
+    /// Returns the chances of the nodes below which a source's model may grow: leaves, and the nodes up to
+    /// `last_lookup_node` that it has not expanded, with the chance that no child continues them times `factor`. The
+    /// root counts only if `with_root`.
+    std::vector<double> parent_chances(const std::vector<double>& chances, int source, int last_lookup_node,
+                                       double factor, bool with_root) const;
     std::vector<int> subtree(int node) const;
     double bound(const std::vector<double>& more) const;
     /// Follows picks from the root; the first `count` nodes have one, `pick(node)`. Returns the path, and the pick after

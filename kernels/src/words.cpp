@@ -35,9 +35,9 @@ int nibble_of(const Words& words, int output) {
 void write_numbers(const Words& words, int output, int group, uint8_t* block) {
     const uint32_t word = words.zeros[static_cast<int64_t>(group) * (words.outputs / kNibblesOfWord) + output / kNibblesOfWord];
     const int zero = static_cast<int>(word >> 4 * nibble_of(words, output) & 15) + words.first_zero;
-    const Half turned = float_to_half(-static_cast<float>(zero));
+    const Half negated = float_to_half(-static_cast<float>(zero));
     std::memcpy(block, words.scales + static_cast<int64_t>(group) * words.outputs + output, 2);
-    std::memcpy(block + 2, &turned.bits, 2);
+    std::memcpy(block + 2, &negated.bits, 2);
 }
 
 /// Writes 32 inputs from `first` on of one output whose words hold eight inputs each: 16 bytes.

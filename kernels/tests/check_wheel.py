@@ -44,7 +44,7 @@ def scores(kernels: ModuleType, instruction_set: str, threads: int, kv_dtype: st
     out = np.zeros((ROWS, VOCAB), np.float32)
     every = np.arange(ROWS, dtype=np.int32)
     spans: list[Any] = [(kernels.Store(heads, LAYERS, SLOTS), 0, 0, ROWS, tree())]
-    model.forward(spans, every * 7, turns(), every, out)
+    model.forward(spans, every * 7, rope_rows(), every, out)
     return out
 
 
@@ -56,7 +56,7 @@ def tree() -> np.ndarray:
     return sees
 
 
-def turns() -> np.ndarray:
+def rope_rows() -> np.ndarray:
     """Cosine and sine of every pair of a head, by depth in the tree: [rows, depth / 2, 2]."""
     angles = (tree().sum(1) - 1)[:, None] / 10.0 ** (np.arange(DEPTH // 2) / 4)
     return np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)

@@ -14,7 +14,7 @@ namespace outpace {
 
 struct Sizes {
     int vocabulary, hidden, middle, layers, queries, keys, depth;
-    KvFormat held;
+    KvFormat kv_format;
     bool is_biased;
     bool is_gemma = false;  // windows, two rotations, norms after the sublayers, GELU, and its own scales
     Format format = Format::f32;  // of the matrices, or Q6_K
@@ -34,7 +34,8 @@ inline std::vector<float> numbers(Random& random, std::size_t count, float cente
 }
 
 /// Random Q6_K weights: any bytes, and for each 256 a scale that keeps weights below a half.
-inline std::shared_ptr<Matrix> six_bit_matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
+inline std::shared_ptr<Matrix> six_bit_matrix(Random& random, const Sizes& sizes, int outputs, int inputs,
+                                              WeightArena& arena) {
     const FileBlock block = file_block(Format::q6_k);
     const int64_t row_bytes = static_cast<int64_t>(inputs) / block.inputs * block.bytes;
     std::vector<uint8_t> bytes(outputs * row_bytes);
@@ -43,20 +44,21 @@ inline std::shared_ptr<Matrix> six_bit_matrix(Random& random, const Sizes& sizes
     std::vector<int> rows(outputs);
     for (int i = 0; i < outputs; ++i) rows[i] = i;
     const Stored stored{{{Format::q6_k, bytes.data(), outputs, row_bytes}}, rows.data(), outputs, inputs, 0};
-    if (!sizes.is_rounded) return std::make_shared<Matrix>(stored, nullptr, 1, &room);
-    return std::make_shared<Matrix>(Matrix(stored, nullptr), 1, &room);
+    if (!sizes.is_rounded) return std::make_shared<Matrix>(stored, nullptr, 1, &arena);
+    return std::make_shared<Matrix>(Matrix(stored, nullptr), 1, &arena);
 }
 
-inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs, Room& room) {
-    if (sizes.format == Format::q6_k) return six_bit_matrix(random, sizes, outputs, inputs, room);
+inline std::shared_ptr<Matrix> matrix(Random& random, const Sizes& sizes, int outputs, int inputs, WeightArena& arena) {
+    if (sizes.format == Format::q6_k) return six_bit_matrix(random, sizes, outputs, inputs, arena);
     const std::vector<float> weights = numbers(random, static_cast<std::size_t>(outputs) * inputs, 0, 0.1f);
     const std::vector<float> bias = numbers(random, outputs, 0, 0.1f);
     return std::make_shared<Matrix>(weights.data(), sizes.is_biased ? bias.data() : nullptr, outputs, inputs, 1,
-                                    &room);
+                                    &arena);
 }
 
 inline Heads heads_of(const Sizes& sizes) {
-    return {sizes.queries, sizes.keys, sizes.depth, sizes.held, 1.0f / std::sqrt(static_cast<float>(sizes.depth)), 1e-5f};
+    const float scale = 1.0f / std::sqrt(static_cast<float>(sizes.depth));
+    return {sizes.queries, sizes.keys, sizes.depth, sizes.kv_format, scale, 1e-5f};
 }
 
 inline std::vector<float> padded(std::vector<float> values) {
@@ -66,7 +68,7 @@ inline std::vector<float> padded(std::vector<float> values) {
 
 inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kernels, int threads) {
     Random random(7);
-    Room room;
+    WeightArena arena;
     const Heads heads = heads_of(sizes);
     const int middle = round_up(sizes.middle, kGroup);
     std::vector<std::shared_ptr<const Layer>> layers;
@@ -79,18 +81,18 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
             layer->key_norm = numbers(random, sizes.depth, 1, 0.1f);
         }
         if (sizes.is_gemma) {
-            layer->mixed_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
-            layer->fed_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+            layer->attention_output_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
+            layer->mlp_output_norm = padded(numbers(random, sizes.hidden, 1, 0.1f));
             layer->rotation = 1 - number % 2;
             layer->window = number % 3 ? 0 : 9 + 14 * number;
         }
-        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden, room);
-        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup, room);
-        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden, room);
-        layer->down = matrix(random, sizes, sizes.hidden, middle, room);
+        layer->qkv = matrix(random, sizes, heads.outputs(), sizes.hidden, arena);
+        layer->output = matrix(random, sizes, sizes.hidden, heads.queries * heads.head_groups() * kGroup, arena);
+        layer->gate_up = matrix(random, sizes, 2 * middle, sizes.hidden, arena);
+        layer->down = matrix(random, sizes, sizes.hidden, middle, arena);
         layers.push_back(layer);
     }
-    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden, room);
+    const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden, arena);
     Shape shape{sizes.hidden, middle, 1e-5f, heads};
     if (sizes.is_gemma) {
         shape.rotations = 2;
@@ -108,7 +110,7 @@ struct Part {
     std::vector<int> parents;  // of the pending nodes too
     int pending;
     std::vector<int> tokens;
-    int gap = 0;
+    int position_gap = 0;
 };
 
 /// Returns the logits of all nodes of all parts. `change` may modify the forest first.
@@ -117,13 +119,13 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
     Forest forest{};
     std::vector<std::unique_ptr<bool[]>> sees;
     std::vector<int> tokens, wanted;
-    std::vector<float> turns;
+    std::vector<float> rope_rows;
     const int depth = model.shape().heads.depth;
     for (const Part& part : parts) {
         const int count = static_cast<int>(part.tokens.size()), columns = part.pending + count;
         sees.emplace_back(new bool[static_cast<std::size_t>(count) * columns]());
         for (int node = 0; node < count; ++node) {
-            int position = part.committed - part.gap - 1;
+            int position = part.committed - part.position_gap - 1;
             for (int other = part.pending + node; other >= 0; other = part.parents[other], ++position)
                 sees.back()[static_cast<std::size_t>(node) * columns + other] = true;
             wanted.push_back(static_cast<int>(tokens.size()));
@@ -132,14 +134,14 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
                 for (int i = rotation; i < rotation + depth / 2; ++i) {
                     // tangent of half its angle
                     const float half = static_cast<float>(position) / static_cast<float>(i + 1);
-                    turns.push_back((1 - half * half) / (1 + half * half));
-                    turns.push_back(2 * half / (1 + half * half));
+                    rope_rows.push_back((1 - half * half) / (1 + half * half));
+                    rope_rows.push_back(2 * half / (1 + half * half));
                 }
         }
-        forest.spans.push_back({part.store, part.committed, part.pending, count, sees.back().get(), part.gap});
+        forest.spans.push_back({part.store, part.committed, part.pending, count, sees.back().get(), part.position_gap});
     }
     forest.tokens = tokens.data();
-    forest.turns = turns.data();
+    forest.rope_rows = rope_rows.data();
     forest.rows = static_cast<int>(tokens.size());
     forest.wanted = wanted.data();
     forest.num_wanted = forest.rows;
@@ -187,7 +189,7 @@ inline uint64_t fingerprint(const std::vector<float>& values) {
     return hash;
 }
 
-inline std::vector<float> held(const Store& store, const Sizes& sizes, int count) {
+inline std::vector<float> contents(const Store& store, const Sizes& sizes, int count) {
     const std::size_t size = static_cast<std::size_t>(2) * sizes.keys * count * sizes.depth;
     std::vector<float> out(size * sizes.layers);
     for (int layer = 0; layer < sizes.layers; ++layer) store.read(layer, count, out.data() + layer * size);

@@ -7,19 +7,19 @@ namespace {
 
 using Time = std::chrono::steady_clock::duration;
 
-/// Returns a finished trial in which prefetching layers take `asking` and others `waiting`, except one that is
+/// Returns a finished trial in which prefetching layers take `prefetching` and others `others`, except one that is
 /// interrupted.
-FetchTrial tried(int layers, int asking, int waiting) {
+FetchTrial tried(int layers, int prefetching, int others) {
     FetchTrial trial({false, false});
-    bool first_asked = false;
+    bool first_prefetched = false;
     for (int pass = 0; pass < 1000; ++pass) {
         trial.begin_pass();
         if (!trial.wants(1)) break;
-        check(trial.asks(0) != trial.asks(1), "layers that take turns");
-        check(pass == 0 || trial.asks(0) != first_asked, "passes that take turns");
-        first_asked = trial.asks(0);
+        check(trial.prefetches(0) != trial.prefetches(1), "layers that take turns");
+        check(pass == 0 || trial.prefetches(0) != first_prefetched, "passes that take turns");
+        first_prefetched = trial.prefetches(0);
         for (int layer = 0; layer < layers; ++layer)
-            trial.note(layer, Time(pass == 1 && layer == 1 ? 1000 : trial.asks(layer) ? asking : waiting));
+            trial.note(layer, Time(pass == 1 && layer == 1 ? 1000 : trial.prefetches(layer) ? prefetching : others));
     }
     check(!trial.wants(1), "a trial that ends");
     return trial;
@@ -31,11 +31,11 @@ void test_fetching() {
     for (int layers : {3, 30})
         for (bool is_better : {false, true}) {
             const FetchTrial trial = tried(layers, is_better ? 4 : 5, is_better ? 5 : 4);
-            for (int layer = 0; layer < layers; ++layer) check(trial.asks(layer) == is_better, "the faster way stays");
+            for (int layer = 0; layer < layers; ++layer) check(trial.prefetches(layer) == is_better, "the faster way stays");
         }
     FetchTrial known({true, false});
     known.begin_pass();
-    check(known.asks(0) && known.asks(1) && !known.wants(1), "where the maker tells, nothing is tried");
+    check(known.prefetches(0) && known.prefetches(1) && !known.wants(1), "where the maker is known, nothing is tried");
     FetchTrial open({false, false});
     open.begin_pass();
     check(open.wants(1) && !open.wants(2), "only passes of one row are timed");

@@ -72,8 +72,8 @@ void test_trees_and_keeping(const Sizes& sizes) {
 void test_growing(const Sizes& sizes) {
     const auto model = make_model(sizes, find_kernels(""), 2);
     const auto tokens = text(64, sizes.vocabulary, 6);
-    const int most = 1 << 16;
-    Store fixed = store_of(sizes), store(heads_of(sizes), sizes.layers, most, 0);
+    const int capacity = 1 << 16;
+    Store fixed = store_of(sizes), store(heads_of(sizes), sizes.layers, capacity, 0);
     check(store.slots() == 0 && store.bytes() == 0, "a store without slots takes nothing");
     const auto expected = score(*model, {{&fixed, 0, chain(64), 0, tokens}});
     int read = 0;
@@ -86,12 +86,12 @@ void test_growing(const Sizes& sizes) {
         read = slots;
     }
     check(same(got.data(), expected.data(), got.size()), "a growing store scores as a fixed one");
-    for (int slots : {96, most, 64, 200, 40}) {
+    for (int slots : {96, capacity, 64, 200, 40}) {
         store.resize(slots);
-        check(store.slots() >= slots && store.slots() < slots + 32, "a store has the slots that it was asked for");
+        check(store.slots() >= slots && store.slots() < slots + 32, "a store has the slots that were requested");
         check(store.bytes() == Store::bytes_of(heads_of(sizes), sizes.layers, slots), "a store takes what it says");
         const int count = std::min(slots, 64);
-        check(held(store, sizes, count) == held(fixed, sizes, count), "a store of another size holds the same");
+        check(contents(store, sizes, count) == contents(fixed, sizes, count), "a store of another size holds the same");
     }
 }
 
@@ -123,8 +123,8 @@ void test_quarters() {
 /// Layer features that Llama lacks. Windows exclude the prompt of a tree, part of it, and ancestors.
 uint64_t test_gemma() {
     uint64_t bits = 0;
-    for (KvFormat held : {KvFormat::float32, KvFormat::float16, KvFormat::int8}) {
-        const Sizes sizes{97, 100, 80, 5, 6, 2, 22, held, held == KvFormat::float16, true};
+    for (KvFormat kv_format : {KvFormat::float32, KvFormat::float16, KvFormat::int8}) {
+        const Sizes sizes{97, 100, 80, 5, 6, 2, 22, kv_format, kv_format == KvFormat::float16, true};
         bits ^= test_sets_and_threads(sizes);
         test_trees_and_keeping(sizes);
     }
@@ -164,7 +164,7 @@ void test_all() {
     const uint64_t stored = test_stored(), ours = test_stored_ours(), gemma = test_gemma();
     uint64_t bits = 0, more = 0, bytes = 0;
     for (const Sizes& sizes : all) {
-        const bool is_bytes = sizes.held == KvFormat::int8;
+        const bool is_bytes = sizes.kv_format == KvFormat::int8;
         (is_bytes ? bytes : bits) ^= test_sets_and_threads(sizes);
         test_trees_and_keeping(sizes);
         test_growing(sizes);
@@ -184,7 +184,7 @@ void test_all() {
     check(stored == kStoredBits, "the bits of a file's weights that machines are to have in common");
     check(ours == kOurBits, "the bits of GPTQ's and AWQ's weights that machines are to have in common");
     check(gemma == kGemmaBits, "the bits of windows, rotations, norms behind sublayers and GELU");
-    check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and steering");
+    check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and MLP biases");
     check(bytes == kByteBits, "the bits of keys and values in int8");
 }
 

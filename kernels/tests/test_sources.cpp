@@ -50,7 +50,7 @@ bool throws(F make) {
 void test_floats(Format format, int chunk, int chunks) {
     Random random(7);
     constexpr int kOutputs = 70, kFirst = 30;
-    const int columns = chunk * chunks, room = round_up(chunk, kGroup), inputs = room * chunks;
+    const int columns = chunk * chunks, padded = round_up(chunk, kGroup), inputs = padded * chunks;
     const std::vector<float> values = numbers(random, static_cast<std::size_t>(kOutputs) * columns);
     std::vector<uint8_t> bytes = bytes_of(format, values);
     std::vector<int> rows(kOutputs);
@@ -62,7 +62,7 @@ void test_floats(Format format, int chunk, int chunks) {
     std::vector<float> whole(static_cast<std::size_t>(kOutputs) * inputs);
     for (int i = 0; i < kOutputs; ++i)
         for (int j = 0; rows[i] >= 0 && j < columns; ++j)
-            whole[static_cast<std::size_t>(i) * inputs + j / chunk * room + j % chunk] = values[rows[i] * columns + j];
+            whole[static_cast<std::size_t>(i) * inputs + j / chunk * padded + j % chunk] = values[rows[i] * columns + j];
     const Matrix found(stored, nullptr, 2), expected(whole.data(), nullptr, kOutputs, inputs);
     std::vector<float> one(inputs), other(inputs);
     for (int i = 0; i < kOutputs; ++i) {
@@ -121,7 +121,7 @@ void test_words(bool by_output, Format format, int group, int inputs) {
     for (int& number : zeros) number = static_cast<int>(random() % 15);
     std::vector<uint16_t> scales(zeros.size());
     for (uint16_t& scale : scales) scale = static_cast<uint16_t>(0x1c00 + random() % 0x0800);
-    std::vector<uint32_t> words(q.size() / 8), held(zeros.size() / 8);
+    std::vector<uint32_t> words(q.size() / 8), zero_words(zeros.size() / 8);
     const auto put = [&](std::vector<uint32_t>& place, int row, int output, int number) {  // eight outputs in a word
         const int nibble = by_output ? static_cast<int>(std::find(kOrder, kOrder + 8, output % 8) - kOrder) : output % 8;
         place[static_cast<std::size_t>(row) * (kOutputs / 8) + output / 8] |= static_cast<uint32_t>(number) << 4 * nibble;
@@ -134,12 +134,12 @@ void test_words(bool by_output, Format format, int group, int inputs) {
             else
                 words[static_cast<std::size_t>(i / 8) * kOutputs + output] |= static_cast<uint32_t>(number) << 4 * (i % 8);
         }
-        for (int at = 0; at < groups; ++at) put(held, at, output, zeros[output * groups + at]);
+        for (int at = 0; at < groups; ++at) put(zero_words, at, output, zeros[output * groups + at]);
     }
     const FileBlock block = file_block(format);
     const int64_t row_bytes = static_cast<int64_t>(inputs / block.inputs) * block.bytes;
     std::vector<uint8_t> blocks(kOutputs * row_bytes);
-    blocks_of_words({words.data(), held.data(), scales.data(), kOutputs, inputs, group, by_output, first_zero}, format,
+    blocks_of_words({words.data(), zero_words.data(), scales.data(), kOutputs, inputs, group, by_output, first_zero}, format,
                     blocks.data());
     std::vector<int> rows(kOutputs);
     for (int i = 0; i < kOutputs; ++i) rows[i] = i;

@@ -153,7 +153,7 @@ void test_padding(Random& random) {
     }
 }
 
-/// Two tensors of two formats in one matrix, and the same with others in a shared room.
+/// Two tensors of two formats in one matrix, and the same with others in a shared arena.
 uint64_t test_sections(Random& random) {
     const Source first(random, Format::q4_k, 64, 512), second(random, Format::q6_k, kOutputs, 512);
     std::vector<int> rows(64 + kOutputs);
@@ -166,28 +166,28 @@ uint64_t test_sections(Random& random) {
     check(matrix.formats().size() == 2, "a section for every format");
     const std::vector<float> x = floats(random, kRows * 512), none(rows.size());
     const uint64_t bits = test_products(matrix, none, x, 512);
-    auto room = std::make_unique<Room>();
-    const Matrix before(first.stored, nullptr, 1, room.get()), beside(both, nullptr, 1, room.get());
-    const Matrix after(matrix, 1, room.get());
-    const uint8_t* start = beside.panels().sections[0].blocks;
+    auto arena = std::make_unique<WeightArena>();
+    const Matrix before(first.stored, nullptr, 1, arena.get()), together(both, nullptr, 1, arena.get());
+    const Matrix after(matrix, 1, arena.get());
+    const uint8_t* start = together.panels().sections[0].blocks;
     check(start == before.panels().sections[0].blocks + before.panel_bytes(), "matrices lie one behind the other");
-    room.reset();
-    check(test_products(beside, none, x, 512) == bits, "a matrix in a room gives the same bits");
+    arena.reset();
+    check(test_products(together, none, x, 512) == bits, "a matrix in an arena gives the same bits");
     return bits;
 }
 
 /// Blocks grow: what follows a large matrix and many small ones is in few of them.
-void test_room() {
+void test_arena() {
     constexpr std::size_t kPiece = std::size_t{1} << 22;
-    Room room;
-    std::vector<Room::Place> places;
+    WeightArena arena;
+    std::vector<WeightArena::Allocation> places;
     std::size_t blocks = 0;
     for (int i = 0; i < 250; ++i) {  // 1 GB of addresses, untouched
-        places.push_back(room.take(i ? kPiece - i : kPiece * 20));
-        blocks += !i || places[i].home != places[i - 1].home;
-        const auto* home = places[i].home.get();
+        places.push_back(arena.allocate(i ? kPiece - i : kPiece * 20));
+        blocks += !i || places[i].block != places[i - 1].block;
+        const auto* home = places[i].block.get();
         check(places[i].start >= home->data() && places[i].start + kPiece <= home->data() + home->size(), "a place in its block");
-        const bool is_next = i && places[i].home == places[i - 1].home;
+        const bool is_next = i && places[i].block == places[i - 1].block;
         check(!is_next || places[i].start >= places[i - 1].start + kPiece - i, "places do not overlap");
     }
     check(blocks <= 9, "blocks grow");
@@ -235,12 +235,12 @@ std::pair<double, double> loss_of(const std::vector<float>& weights, const std::
     stored.parts.push_back({Format::q4_1, blocks.data(), 1, static_cast<int64_t>(blocks.size())});
     std::vector<float> row(weights.size());
     Matrix(stored, nullptr).row(0, row.data());
-    double squares = 0, most = 0;
+    double squares = 0, largest = 0;
     for (std::size_t i = 0; i < weights.size(); ++i) {
         const double loss = std::fabs(row[i] - weights[i]);
-        squares += loss * loss, most = loss > most ? loss : most;
+        squares += loss * loss, largest = loss > largest ? loss : largest;
     }
-    return {squares, most};
+    return {squares, largest};
 }
 
 std::vector<uint8_t> in_four_bits(const std::vector<float>& weights) {
@@ -293,7 +293,7 @@ uint64_t test_stored_ours() {
     Random random(13);
     const uint64_t bits = test_formats(random, kOurs);
     test_refusals(random);
-    test_room();
+    test_arena();
     test_rounding();
     return bits;
 }

@@ -155,7 +155,7 @@ class NativeBlock(BlockModel, NativeHead):
 
     def _storing(self, threads: int) -> Any:
         """Create a kernel model that stores keys and values of features, which are normed already."""
-        return self._with_threads(threads, [layer.storing_only() for layer in self._layers])
+        return self._with_threads(threads, [layer.to_kv_only() for layer in self._layers])
 
 
 class NativeSlots(SlotModel, NativeHead):

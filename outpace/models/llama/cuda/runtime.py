@@ -101,7 +101,7 @@ class GraphLlama(Llama):
 
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
-        self._rope.reach(min(next_power_of_two(capacity + max_pending), self.max_positions))
+        self._rope.grow_to(min(next_power_of_two(capacity + max_pending), self.max_positions))
         return self.session_type(capacity, max_pending, self.pool)
 
     def session_bytes(self, slots: int) -> int:
@@ -153,7 +153,7 @@ class GraphLlama(Llama):
         while count > 1 and self.stored_bytes([1] * count) > most_bytes:
             count //= 2
         self.pool.reserve(count, most_bytes // self.token_bytes)
-        self._rope.reach(min(self.max_positions, MOST_POSITIONS))
+        self._rope.grow_to(min(self.max_positions, MOST_POSITIONS))
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
         for batch, nodes in sorted(

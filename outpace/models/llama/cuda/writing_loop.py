@@ -52,7 +52,7 @@ class WritingLoop:
         self._model.captures = Captures(model.captures.is_eager)
         self._model.pool = Pool(model.config, model._kv_format, device, model.least_slots)
         self._model.pool.resize(rows, length)
-        self._model._rope.reach(length)
+        self._model._rope.grow_to(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
         whole = {"dtype": torch.int64, "device": device}
         self._texts = torch.zeros(rows, length + 1, **whole)  # the last column is unused

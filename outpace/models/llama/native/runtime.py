@@ -82,13 +82,13 @@ class Forest:
         tokens, logit_rows = np.array(self.tokens, np.int32), np.array(self.logit_rows, np.int32)
         return sessions, tokens, rope_table.take(self.positions, 0), logit_rows
 
-    def show(self, layers: Sequence[int], width: int) -> np.ndarray:
+    def request_hidden(self, layers: Sequence[int], width: int) -> np.ndarray:
         """Request the hidden states after these numbers of layers; return the buffer for them.
 
         float32 [layers, hidden rows, width]
         """
         hidden = np.empty((len(layers), len(self.hidden_rows), width), np.float32)
-        self.extras |= {"shown": np.array(self.hidden_rows, np.int32), "layers": np.array(layers, np.int32)}
+        self.extras |= {"hidden_rows": np.array(self.hidden_rows, np.int32), "layers": np.array(layers, np.int32)}
         self.extras["hidden"] = hidden
         return hidden
 
@@ -106,11 +106,11 @@ class Forest:
             number = len(self.sessions)
             self.sessions.append((store, length, before + node, size, sees))
             if part.length is not None:
-                self._add("gaps", number, part.session.length - part.length)
+                self._add("position_gaps", number, part.session.length - part.length)
             if inputs is not None:
                 self._add("inputs", number, inputs[node : node + size])
             if bias is not None:
-                self._add("steer", number, bias if bias.ndim == 2 else bias[node])
+                self._add("mlp_bias", number, bias if bias.ndim == 2 else bias[node])
 
     def _add(self, name: str, number: int, value: Any) -> None:
         self.extras.setdefault(name, {})[number] = value
@@ -160,7 +160,7 @@ class NativeRopeTable:
         self._gains = np.concatenate([rotation.gains(head_dim) for rotation in rotations])[:, None]
         self.table = np.empty((0, len(self._frequencies), 2), np.float32)
 
-    def reach(self, positions: int) -> None:
+    def grow_to(self, positions: int) -> None:
         """Grow the table to at least `positions` positions; one thread at a time."""
         while positions > len(self.table):
             block = np.arange(len(self.table), len(self.table) + BLOCK, dtype=np.float32)
@@ -304,7 +304,7 @@ class NativeLlama(Model):
 
     def open(self, capacity: int, max_pending: int) -> NativeSession:
         capacity = min(capacity, self.max_positions)
-        self.rope_table.reach(min(capacity + max_pending, self.max_positions))
+        self.rope_table.grow_to(min(capacity + max_pending, self.max_positions))
         return self.session_type(capacity, max_pending, self)
 
     def score_held(self, forest: Sequence[Part]) -> SparseLogits:
@@ -323,7 +323,7 @@ class NativeLlama(Model):
     def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
         """Return sparse logits and hidden states, as `score_hidden` does."""
         rows = self._forest(forest)
-        hidden = rows.show(layers, self.config.hidden_size)
+        hidden = rows.request_hidden(layers, self.config.hidden_size)
         return self._forward(rows), hidden
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> NativeLlama:

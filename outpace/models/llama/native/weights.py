@@ -39,12 +39,12 @@ class Packing:
     def __init__(self, kernels: Any, threads: int = 1) -> None:
         self.kernels, self._threads = kernels, threads
         self._lock = Lock()
-        self._memory = kernels.Room()
+        self._arena = kernels.WeightArena()
 
     def of_floats(self, weights: np.ndarray, bias: Sequence[float] = ()) -> Any:
         """Round float32 [outputs, inputs] to int8; UserError for weights that int8 cannot hold."""
         try:
-            return self.kernels.Matrix(weights, bias, room=self._memory)
+            return self.kernels.Matrix(weights, bias, arena=self._arena)
         except ValueError as error:
             shape = " x ".join(map(str, weights.shape))
             raise UserError(f"a matrix of {shape} weights does not fit int8, {error}: use --dtype float32") from error
@@ -56,7 +56,7 @@ class Packing:
         that only one matrix's part of the file is in memory.
         """
         order = np.ascontiguousarray(rows, np.int32)
-        options = {"threads": self._threads, **options, "room": self._memory}
+        options = {"threads": self._threads, **options, "arena": self._arena}
         with self._lock:
             return self.kernels.Matrix.stored(parts, order, inputs, **options)
 
@@ -158,11 +158,11 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         _padded_inputs(packing, fetch, mlp + "down_proj", config.intermediate_size, config.mlp_bias),
         query_norm=norm("self_attn.q_norm", config.head_norm),
         key_norm=norm("self_attn.k_norm", config.head_norm),
-        turns=config.rotates(number),
+        rotates=config.rotates(number),
         rotation=config.rotation(number) or 0,
         window=config.window(number) or 0,
-        mixed_norm=norm(gemma.ATTENTION_NORM, config.sandwich_norms),
-        fed_norm=norm(gemma.MLP_OUTPUT_NORM, config.sandwich_norms),
+        attention_output_norm=norm(gemma.ATTENTION_NORM, config.sandwich_norms),
+        mlp_output_norm=norm(gemma.MLP_OUTPUT_NORM, config.sandwich_norms),
         **({"token_norm": norm("input_layernorm", True)} if config.takes_features else {}),
     )
 

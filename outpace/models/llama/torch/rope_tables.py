@@ -28,7 +28,7 @@ class Rotary:
         self._gains = torch.from_numpy(rotation.gains(head_dim))
         self.table = torch.empty(0, head_dim // 2, dtype=torch.complex64, device=device)  # [positions, head_dim / 2]
 
-    def reach(self, positions: int) -> None:
+    def grow_to(self, positions: int) -> None:
         """Grow the table to at least `positions` positions; it becomes another tensor. One thread at a time."""
         if positions <= len(self.table):
             return
@@ -51,10 +51,10 @@ class RopeTables:
         self._config, self._dtype, self._device = config, dtype, device
         self._rotaries = [Rotary(config.head_dim, rotation, device) for rotation in config.rotations]
 
-    def reach(self, positions: int) -> None:
+    def grow_to(self, positions: int) -> None:
         """Grow all tables to at least `positions` positions; one thread at a time."""
         for rotary in self._rotaries:
-            rotary.reach(positions)
+            rotary.grow_to(positions)
 
     @property
     def tables(self) -> list[Tensor]:

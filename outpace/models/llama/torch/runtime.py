@@ -133,7 +133,7 @@ class Llama(Model):
 
     def open(self, capacity: int, max_pending: int) -> LlamaSession:
         capacity = min(capacity, self.max_positions)
-        self._rope.reach(min(capacity + max_pending, self.max_positions))
+        self._rope.grow_to(min(capacity + max_pending, self.max_positions))
         return self.session_type(capacity, max_pending, self.config, self._kv_format, self.device)
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Self:

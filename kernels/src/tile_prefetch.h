@@ -45,7 +45,7 @@ struct Lines {
 /// near in other tiles too if the first cache does not hold a panel. Lanes with one vector at a time are too slow to
 /// wait for memory and do not prefetch near. `Block`: bytes of `Groups` adjacent groups.
 template <int Block, int Groups, int Bits, int R, int V>
-struct Fetched {
+struct TilePrefetch {
     static constexpr int kNear = (kNearBytes + Block / 2) / Block * Groups;  // in groups
     static_assert(kNear > 0);
 
@@ -54,14 +54,14 @@ struct Fetched {
     const int last;  // from this group on near lines are in the next panel
     const int64_t within, behind;
 
-    OUTPACE_WITHIN Fetched(const Tile& tile, int groups)
+    OUTPACE_WITHIN TilePrefetch(const Tile& tile, int groups)
         : tile(tile),
           is_near(V > 1 && tile.is_near && (tile.is_alone ? Bits > 4 || R <= 4 : Bits > 4 && groups * (Block / Groups) > kFirstCache)),
           last(kNear < groups ? groups - kNear : 0),
           within(kNear / Groups * Block),
           behind(tile.next - last / Groups * int64_t{Block}) {}
 
-    OUTPACE_WITHIN Lines of(int group) const {
+    OUTPACE_WITHIN Lines lines(int group) const {
         return {tile.ahead, group < last ? within : behind, is_near && tile.is_alone ? 0 : tile.far_steps, is_near};
     }
 };

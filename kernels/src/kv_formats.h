@@ -13,7 +13,7 @@ namespace {
 
 /// Numbers of type T, float or Half.
 template <class T>
-struct HeldNumbers {
+struct KvFloats {
     static constexpr int kRun = kDepthMax;  // entries that share a result of `scales`
     struct Scales {};
 
@@ -26,7 +26,7 @@ struct HeldNumbers {
     }
 };
 
-struct HeldBytes {
+struct KvInt8 {
     static constexpr int kRun = kScaled;
 
     /// Returns the scales of 16 slots' keys for the entries from `entry` on.
@@ -48,7 +48,7 @@ inline void put(float value, Half* place) { *place = float_to_half(value); }
 
 /// Stores one head's key and value. `block`: the keys of 16 slots; this one has index `lane`.
 template <class T>
-inline void hold_numbers(const Heads& heads, uint8_t* block, int lane, uint8_t* slot, const float* key,
+inline void store_floats(const Heads& heads, uint8_t* block, int lane, uint8_t* slot, const float* key,
                          const float* value) {
     T *keys = reinterpret_cast<T*>(block) + lane, *values = reinterpret_cast<T*>(slot);
     for (int i = 0; i < heads.depth; ++i) put(key[i], keys + i * kLanes);
@@ -57,7 +57,7 @@ inline void hold_numbers(const Heads& heads, uint8_t* block, int lane, uint8_t* 
 }
 
 /// Converts `count` numbers to bytes at distance `stride`; their scales go to `scales` at the same distance.
-inline void hold_bytes(const float* x, int count, uint8_t* entries, int stride, uint8_t* scales) {
+inline void store_int8(const float* x, int count, uint8_t* entries, int stride, uint8_t* scales) {
     for (int first = 0; first < count; first += kScaled) {
         const int end = first + kScaled < count ? first + kScaled : count;
         float top = 0.0f;
@@ -70,18 +70,18 @@ inline void hold_bytes(const float* x, int count, uint8_t* entries, int stride, 
     }
 }
 
-inline void hold_head(const Heads& heads, const KeyValues& store, int head, int slot, const float* key,
+inline void store_head(const Heads& heads, const KeyValues& store, int head, int slot, const float* key,
                       const float* value) {
     const int64_t first_slot = static_cast<int64_t>(head) * store.slots;
     const int lane = slot % kLanes;
     uint8_t* block = store.keys + (first_slot + slot - lane) * heads.key_bytes();
     uint8_t* place = store.values + (first_slot + slot) * heads.value_bytes();
-    switch (heads.held) {
-        case KvFormat::float32: return hold_numbers<float>(heads, block, lane, place, key, value);
-        case KvFormat::float16: return hold_numbers<Half>(heads, block, lane, place, key, value);
+    switch (heads.kv_format) {
+        case KvFormat::float32: return store_floats<float>(heads, block, lane, place, key, value);
+        case KvFormat::float16: return store_floats<Half>(heads, block, lane, place, key, value);
         case KvFormat::int8:
-            hold_bytes(key, heads.depth, block + lane, kLanes, block + heads.depth * kLanes + lane * 2);
-            hold_bytes(value, heads.depth, place, 1, place + heads.width());
+            store_int8(key, heads.depth, block + lane, kLanes, block + heads.depth * kLanes + lane * 2);
+            store_int8(value, heads.depth, place, 1, place + heads.width());
             for (int i = heads.depth; i < heads.width(); ++i) place[i] = 0;
     }
 }
