@@ -158,13 +158,13 @@ def eagle_steps(model: NativeEagle, widths: list[int]) -> dict[str, float]:
     head, session = model.head, model.open(CONTEXT + 4 * NEW, 64)
     text = np.random.default_rng(1).integers(0, ROWS, CONTEXT + NEW).tolist()
     session.add_features(model.fuse(hidden_states(head, CONTEXT)))
-    model.score_held([chain(session, text[: CONTEXT - 1])])
+    model.score_sparse([chain(session, text[: CONTEXT - 1])])
     session.keep(range(CONTEXT - 1))
-    model.score_held([Part(session, text[-1:], (PREFIX,), (0,))])
+    model.score_sparse([Part(session, text[-1:], (PREFIX,), (0,))])
     if head.kind == EAGLE3:
         return {
             str(nodes): median_milliseconds(
-                lambda nodes=nodes: model.score_held([Part(session, text[:nodes], (0,) * nodes, range(nodes))]),  # type: ignore[misc]
+                lambda nodes=nodes: model.score_sparse([Part(session, text[:nodes], (0,) * nodes, range(nodes))]),  # type: ignore[misc]
                 lambda: session.keep((), (0,)),
             )
             for nodes in widths
@@ -177,7 +177,7 @@ def eagle_steps(model: NativeEagle, widths: list[int]) -> dict[str, float]:
         session.add_features(model.fuse(new))
         session.add_features(model.mask_features(masks))
         tokens = [*text[:NEW], *[0] * masks]
-        model.score_held([Part(session, tokens, range(PREFIX, len(tokens) - 1), range(NEW - 1, len(tokens)))])
+        model.score_sparse([Part(session, tokens, range(PREFIX, len(tokens) - 1), range(NEW - 1, len(tokens)))])
 
     session.keep(())
     return {str(masks + 1): median_milliseconds(step, lambda: session.keep(()))}

@@ -57,7 +57,7 @@ class TableModel(Model):
     def open(self, capacity: int, max_pending: int) -> TableSession:
         return TableSession(capacity, max_pending)
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         for part in forest:
             if part.keep is not None:
                 part.session.keep(part.keep)

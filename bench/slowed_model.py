@@ -33,9 +33,9 @@ class SlowedModel:
         """Run the model's forward and wait."""
         return self._wait(self._model.score, forest)
 
-    def score_held(self, forest: Sequence[Part]) -> Any:
+    def score_sparse(self, forest: Sequence[Part]) -> Any:
         """Run the model's forward and wait."""
-        return self._wait(self._model.score_held, forest)
+        return self._wait(self._model.score_sparse, forest)
 
     def _wait(self, call: Callable[[Sequence[Part]], T], forest: Sequence[Part]) -> T:
         end = time.perf_counter() + self._seconds

@@ -148,7 +148,7 @@ class ToyBlock(BlockModel, QuickToy):
             session.extend(part.parents)
             session.tokens[start : start + len(part.tokens)] = part.inputs[:, 0]
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         rows = []
         for part in forest:
             known = [*part.session.tokens[: part.session.length].tolist(), part.tokens[0]]
@@ -171,7 +171,7 @@ class ToySlots(SpecFormerModel, ToyHead):
     def residual(self, features: Tensor, part: Part) -> Tensor:
         return features
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         rows = []
         for part in map(self._with_features, apply_keep(forest)):
             session = part.session

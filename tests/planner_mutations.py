@@ -245,7 +245,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("costs: nothing is forgotten", DecayedMean, "learn", never_forgetting),
     ],
     "test_costs.py::test_the_yield_of_a_layer_starts_from_that_of_the_layer_above": [
-        ("costs: layers' yields are unrelated", LayerYields, "value", unrelated),
+        ("costs: layers' yields are unrelated", LayerGains, "value", unrelated),
     ],
 }
 PLANNER_MUTATIONS = [mutation(*row, test) for test, rows in MISTAKES.items() for row in rows]

@@ -77,10 +77,10 @@ def served_scores(
     """Return the runtime's scores of a tree of the tokens `part`, whose root is a slot's token: [nodes, vocab]."""
     session = model.open(len(tokens) + len(part), len(tokens) + len(part))
     session.add_features(model.fuse(torch.from_numpy(hidden[:, : slot + 1])))
-    model.score_held([chain(session, tokens[1 : slot + 1])])
+    model.score_sparse([chain(session, tokens[1 : slot + 1])])
     session.keep(range(slot))
     steps = layers_of(Part(session, part, parents, range(len(part))))
-    return np.concatenate([np.asarray(model.score_held([step]).wide()) for step in steps])
+    return np.concatenate([np.asarray(model.score_sparse([step]).wide()) for step in steps])
 
 
 def largest_difference(run: DistillOptions, target: Loaded, student: Eagle3Student) -> float:

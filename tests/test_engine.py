@@ -196,9 +196,9 @@ class AsynchronousToy(Toy):
         super().__init__(16, 3, 0)
         self.is_done = threading.Event()
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         self.is_done.clear()
-        held = super().score_held(forest)
+        held = super().score_sparse(forest)
         return held._replace(values=LaterLogits(held.values, self.is_done))
 
 

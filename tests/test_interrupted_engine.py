@@ -346,7 +346,7 @@ def test_an_interrupt_ends_other_answers_of_its_round_with_a_clear_error(
         first, second, waiting = [llm.stream("hello", max_tokens=20, ignore_eos=True) for _ in range(3)]
         next(first)
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.target, "score_held", interrupt)
+            patch.setattr(llm.engine.target, "score_sparse", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 list(first)
         assert first.finish().finish_reason == "abort"

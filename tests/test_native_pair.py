@@ -55,7 +55,7 @@ def test_best_tokens_are_those_of_the_scores(count: int, known: int | None) -> N
     model = native_tiny()
     if known is not None:
         model.vocab_size = known
-    held = model.score_held(parts_of(model, count))
+    held = model.score_sparse(parts_of(model, count))
     values = np.asarray(held.values)
     assert values.shape == (4, known or 97)
     assert list(held.best) == kernels.rank(values, count, [1.0] * 4, [], None, count > 1)

@@ -76,11 +76,11 @@ def scores(model: Any, lengths: Sequence[int] = LENGTHS) -> np.ndarray:
         session, (hidden, tokens), first = model.open(100, 60), text_of(length), length // 2
         if first:
             feed(model, session, hidden[:, :first])
-            model.score_held([chain(session, tokens[:first])])
+            model.score_sparse([chain(session, tokens[:first])])
             session.keep(range(first))
         feed(model, session, hidden[:, first:])
         parts.append(chain(session, tokens[first:], [length - first - 1]))
-    return np.asarray(model.score_held(parts).wide()).reshape(len(lengths), SLOTS, -1)
+    return np.asarray(model.score_sparse(parts).wide()).reshape(len(lengths), SLOTS, -1)
 
 
 def expected(folder: Path, variant: str = "llama", mistake: str = "") -> np.ndarray:
@@ -133,11 +133,11 @@ def test_a_batch_and_a_copied_prefix_give_the_same_scores(dtype: str, targets: A
         assert distance(scores(model, [length])[0], together[number]) < (1e-4 if dtype == "float32" else 1e-30)
     whole, copied, (hidden, tokens) = model.open(100, 60), model.open(100, 60), text_of(13)
     feed(model, whole, hidden[:, :9])
-    model.score_held([chain(whole, tokens[:9])])
+    model.score_sparse([chain(whole, tokens[:9])])
     whole.keep(range(9))
     copied.start_from(whole, 7)
     feed(model, copied, hidden[:, 7:])
-    found = model.score_held([Part(copied, tokens[7:], range(-1, 5), [5])])
+    found = model.score_sparse([Part(copied, tokens[7:], range(-1, 5), [5])])
     assert distance(np.asarray(found.wide()), together[0]) < 1e-4
     assert model.weight_bytes > 0
 

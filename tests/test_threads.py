@@ -121,7 +121,7 @@ def test_closing_while_another_thread_steps_does_not_raise(tiny_pair: tuple[Load
     """The reader is blocked inside the target pass while the stream is closed."""
     with closing(LLM(tiny_pair[0], method="autoregressive")) as llm:
         inside, go_on = threading.Event(), threading.Event()
-        score = tiny_pair[0].model.score_held
+        score = tiny_pair[0].model.score_sparse
 
         def slow(forest: Any) -> Any:
             inside.set()
@@ -129,7 +129,7 @@ def test_closing_while_another_thread_steps_does_not_raise(tiny_pair: tuple[Load
             return score(forest)
 
         stream = llm.stream("hello world", max_tokens=30)
-        tiny_pair[0].model.score_held = slow
+        tiny_pair[0].model.score_sparse = slow
         try:
             reader = threading.Thread(target=lambda: list(stream))
             reader.start()
@@ -138,7 +138,7 @@ def test_closing_while_another_thread_steps_does_not_raise(tiny_pair: tuple[Load
             go_on.set()
             reader.join(SECONDS)
         finally:
-            del tiny_pair[0].model.score_held
+            del tiny_pair[0].model.score_sparse
         assert not reader.is_alive()
         assert stream.finish().finish_reason == "abort"
         check_empty(llm)
@@ -209,7 +209,7 @@ def test_closing_the_library_ends_all_readers(tiny_pair: tuple[Loaded, Loaded]) 
 def test_an_error_of_the_target_reaches_every_reader(tiny_pair: tuple[Loaded, Loaded]) -> None:
     with closing(LLM(tiny_pair[0], method="autoregressive")) as llm:
         streams = [llm.stream("hello", max_tokens=20, seed=seed) for seed in range(4)]
-        tiny_pair[0].model.score_held = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        tiny_pair[0].model.score_sparse = lambda forest: (_ for _ in ()).throw(RuntimeError("out of memory"))
         try:
             with ThreadPoolExecutor(4) as pool:
                 reads = [pool.submit(list, stream) for stream in streams]
@@ -217,7 +217,7 @@ def test_an_error_of_the_target_reaches_every_reader(tiny_pair: tuple[Loaded, Lo
                     with pytest.raises(RuntimeError, match="out of memory"):
                         read.result(SECONDS)
         finally:
-            del tiny_pair[0].model.score_held
+            del tiny_pair[0].model.score_sparse
         check_empty(llm)
         assert llm.stream("hello", max_tokens=2).finish().tokens
 

@@ -74,7 +74,7 @@ def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int
     for start in range(0, len(text), CHUNK):
         part = text[start : start + CHUNK]
         wanted = [place for place in range(len(part)) if start + place >= first]
-        logits = host_array(model.score_held([chain(session, part, wanted, keep)]).wide())
+        logits = host_array(model.score_sparse([chain(session, part, wanted, keep)]).wide())
         keep = range(len(part))
         if wanted:
             yield start + wanted[0], logits

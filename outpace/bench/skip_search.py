@@ -132,7 +132,7 @@ def _answers(
             text = [*prompt, *result.tokens]
             if len(result.tokens) > 1:
                 session = target.model.open(len(text), WINDOW)
-                target.model.score_held([chain(session, text[:-1])])
+                target.model.score_sparse([chain(session, text[:-1])])
                 session.keep(range(len(text) - 1))
                 found.append(_Answer(session, Request(tuple(prompt), rule), text))
             progress("answers", (place + 1) / len(prompts))
@@ -160,7 +160,7 @@ def _time_sublayers(model: Model, session: Any) -> SublayerTimes:
     for _ in range(PASSES):
         for (one, rows), taken in zip(kinds, seconds, strict=True):
             began = time.perf_counter()
-            one.score_held([chain(session, [0] * rows, range(rows))])
+            one.score_sparse([chain(session, [0] * rows, range(rows))])
             taken.append(time.perf_counter() - began)
             session.keep(())
     *by_rows, attention, mlp = (median(taken) for taken in seconds)

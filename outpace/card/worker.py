@@ -185,8 +185,8 @@ class ObservedModel:
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> Any:
         return self._reported(forest, self._inner.score_hidden(forest, layers))
 
-    def score_held(self, forest: Sequence[Part]) -> Any:
-        return self._reported(forest, self._inner.score_held(forest))
+    def score_sparse(self, forest: Sequence[Part]) -> Any:
+        return self._reported(forest, self._inner.score_sparse(forest))
 
     def _reported(self, forest: Sequence[Part], output: Any) -> Any:
         self._report(sum([len(part.tokens) for part in forest]))

@@ -302,7 +302,7 @@ class Miner:
         for at in range(0, len(known), CHUNK):
             piece = known[at : at + CHUNK]
             rows = [node for node in range(len(piece)) if start + at + node >= first - 1]
-            held = model.score_held([chain(session, piece, rows, keep)])
+            held = model.score_sparse([chain(session, piece, rows, keep)])
             best = host_array(held.values).argmax(-1) if rows else np.empty(0, np.int64)
             found += (best if held.ids is None else held.ids[best]).tolist()
             keep = range(len(piece))

@@ -315,7 +315,7 @@ class TreeExpander:
 
     def _score(self, states: Sequence[ExpansionState], parts: Sequence[Part]) -> SparseLogits:
         """Run one forward over a part of each state's session."""
-        return self.model.score_held(parts)
+        return self.model.score_sparse(parts)
 
     def begin(self, state: ExpansionState) -> None:
         """Move the start of an empty session, or of one whose window is full, to the text's last `window` tokens."""

@@ -206,7 +206,7 @@ def find_agreements(model: Model, session: Any, request: Request, text: Sequence
     """
     start = len(text) - 1 - count
     part = Part(session, text[start:-1], range(PREFIX, count - 1), range(count), length=start)
-    held = model.score_held([part])
+    held = model.score_sparse([part])
     session.keep(())
     rows = [Row(request, text[: start + place + 1]) for place in range(count)]
     offers = top_k_rows(held, rows, 1)

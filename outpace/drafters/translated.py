@@ -124,7 +124,7 @@ class TranslatedDrafter(Drafter):
             some = [state for state, _ in pairs]
             self._catch_up(some)
             parts = [chain(s.session, s.wanted[len(s.read) :], [len(s.wanted) - len(s.read) - 1]) for s in some]
-            scores = self._model.score_held(parts)
+            scores = self._model.score_sparse(parts)
             waiting = []
             for row, (state, tree) in enumerate(pairs):
                 _commit(state)
@@ -161,14 +161,14 @@ class TranslatedDrafter(Drafter):
         if len(state.wanted) - len(state.read) <= min(state.max_read, _CHUNK) or state.max_read == UNLIMITED:
             return False
         first, count = len(state.read), min(state.max_read, _CHUNK)
-        self._model.score_held([chain(state.session, state.wanted[first : first + count])])
+        self._model.score_sparse([chain(state.session, state.wanted[first : first + count])])
         _commit(state)
         return True
 
     def _catch_up(self, states: Sequence[TranslatedState]) -> None:
         """Read the tokens that the sessions lack, except the last chunk."""
         while lagging := [state for state in states if len(state.wanted) - len(state.read) > _CHUNK]:
-            self._model.score_held([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in lagging])
+            self._model.score_sparse([chain(s.session, s.wanted[len(s.read) : len(s.read) + _CHUNK]) for s in lagging])
             for state in lagging:
                 _commit(state)
 

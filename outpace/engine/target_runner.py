@@ -106,7 +106,7 @@ class TargetRunner:
     def _score(self, inputs: _PassParts) -> TargetOutput:
         if inputs.num_hidden_rows:
             return self._target.score_hidden(inputs.parts, self._layers)
-        sparse = self._target.score_held(inputs.parts)
+        sparse = self._target.score_sparse(inputs.parts)
         return TargetOutput(sparse.wide(), None, sparse.best)
 
     def _reduce(

@@ -198,7 +198,7 @@ class Model:
 
     A subclass sets `vocab_size`, `max_positions`, `device` and `token_bytes`, and implements `open` and one of
     `_score_hidden` and, if it gives no hidden states, `_score`; everything else has a default. Callers use `score`,
-    `score_hidden` or `score_held`, which drop the rejected nodes of the last pass first (see `apply_keep`).
+    `score_hidden` or `score_sparse`, which drop the rejected nodes of the last pass first (see `apply_keep`).
     """
 
     vocab_size: int
@@ -287,7 +287,7 @@ class Model:
         check_forest(self, forest)
         return self._score_hidden(apply_keep(forest), layers)
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         """Run a pass as `score` does, but return logits only for the tokens that the output layer has rows for."""
         return SparseLogits(scores := self.score(forest), None, scores.shape[-1])
 

@@ -24,7 +24,7 @@ _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LAYERS = 8  # draft layers with estimates of their own
 MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
-YIELD = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
+PRIOR_GAIN = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
 _REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
 
@@ -54,7 +54,7 @@ class CostModel:
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
-        self._yields: dict[str, dict[int, LayerYields]] = {}  # by source and requests
+        self._gains_own: dict[str, dict[int, LayerGains]] = {}  # by source and requests
         self._prices: dict[int, Prices] = {}  # by requests; cleared when a measurement changes them
         gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _TRUST_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
@@ -124,20 +124,20 @@ class CostModel:
         """Return the decayed mean that a decoder keeps under this name."""
         return self._statistics.setdefault(name, DecayedMean(prior, weight, _YIELD_FADE))
 
-    def layer_yields(self, source: Source, requests: int = 1) -> LayerYields:
+    def layer_gains(self, source: Source, requests: int = 1) -> LayerGains:
         """Return the tokens that layers of this source add, less the price of their rows, per unit of the chance that
         the walk reaches them. Those of a new number of requests start from the nearest one's."""
-        known = self._yields.setdefault(source.name, {})
+        known = self._gains_own.setdefault(source.name, {})
         if requests not in known:
-            yields = LayerYields(YIELD, _YIELD_FADE)
+            yields = LayerGains(PRIOR_GAIN, _YIELD_FADE)
             if known:
                 yields.load_state_dict(known[nearest(known, requests)].state_dict())
             known[requests] = yields
         return known[requests]
 
-    def initial_layer_yields(self, source: Source) -> LayerYields:
-        """Return `layer_yields` for one request that runs alone, which start from the common first layer's."""
-        return LayerYields(self.layer_yields(source).value(0), _REQUEST_YIELD_FADE)
+    def initial_layer_gains(self, source: Source) -> LayerGains:
+        """Return `layer_gains` for one request that runs alone, which start from the common first layer's."""
+        return LayerGains(self.layer_gains(source).value(0), _REQUEST_YIELD_FADE)
 
     def _step_curve(self, source: Source) -> LatencyCurve:
         """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
@@ -257,7 +257,7 @@ class CostModel:
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        growth = {name: known[min(known)].state_dict() for name, known in self._yields.items() if known}
+        growth = {name: known[min(known)].state_dict() for name, known in self._gains_own.items() if known}
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {name: curve.state_dict() for name, curve in self._steps.items()}
         return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
@@ -269,7 +269,7 @@ class CostModel:
             self._step_curve(Source(name, True)).load_state_dict(times)
         self._trust |= {name: DecayedMean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
-            self.layer_yields(Source(name, True)).load_state_dict(values)
+            self.layer_gains(Source(name, True)).load_state_dict(values)
         self._prices.clear()
 
 

@@ -77,7 +77,7 @@ class RollingMedian:
         return {key: min(samples) for key, samples in self._samples.items()}
 
 
-class LayerYields:
+class LayerGains:
     """The tokens that a draft layer adds, per unit of the chance that the walk reaches it, by layer.
 
     A layer's estimate starts from that of the layer above, the first layer's from `prior`.

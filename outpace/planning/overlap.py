@@ -8,7 +8,7 @@ from outpace.core.drafting import LAYER_SHARE, DraftDirectives
 from outpace.core.types import WORKER
 from outpace.planning.sources import PlanningContext
 
-_MIN_YIELD = 0.05
+_MIN_GAIN = 0.05
 _LAYER = DraftDirectives(layers=1, floor=0.0, share=LAYER_SHARE)
 _REST = DraftDirectives(layers=0)
 PARALLEL, SEQUENTIAL = "parallel", "sequential"
@@ -79,7 +79,7 @@ class Overlap:
 
     def _choose(self, step: float, usual: float, price: float) -> None:
         slower = usual * (self._slowness[PARALLEL].value - self._slowness[SEQUENTIAL].value)
-        first = max(self._costs.layer_yields(WORKER, self._context.requests).value(0), _MIN_YIELD)
+        first = max(self._costs.layer_gains(WORKER, self._context.requests).value(0), _MIN_GAIN)
         saved = self._left.value * min(step / first, 1.0 / price if price else step / first)
         best, other = (PARALLEL, SEQUENTIAL) if saved >= slower else (SEQUENTIAL, PARALLEL)
         unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)

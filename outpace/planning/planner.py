@@ -218,7 +218,7 @@ class Planner:
         lookup node continues them. Each counts with its excess over the price of a row, because four unlikely leaves
         are worth less than one leaf that is as likely as the four together.
         """
-        chances, least = self._acceptance.of(tree), self._row / YIELD
+        chances, least = self._acceptance.of(tree), self._row / PRIOR_GAIN
         trust = self._acceptance.trust(model.source)
         if predicted:
             parents = [trust * leaf for leaf in predicted]
@@ -245,7 +245,7 @@ class Planner:
             self._worth = worth
             most = self._costs.max_extra_rows(self._context.rows_of_others)
             is_cut = len(self._chances) >= rows > most  # by the limit on untimed rows, not by what pays
-            most_reached = 1.0 - self._row / YIELD  # scales samples, so that each weighs as much as a certain leaf
+            most_reached = 1.0 - self._row / PRIOR_GAIN  # scales samples, so that each weighs as much as a certain leaf
             if not is_cut and self._reached and most_reached > _MIN_REACHED:
                 model.gave((worth - before) / most_reached, self._reached / most_reached)
             if model.doubtful == model.layers:

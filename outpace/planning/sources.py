@@ -10,7 +10,7 @@ from outpace.core.stats import BatchedUpdates, DecayedMean
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import LayerYields
+from outpace.planning.estimators import LayerGains
 
 _CONTINUES = 0.97  # trust in a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
@@ -140,7 +140,7 @@ class ModelSource:
         self.doubtful_worth = 0.0  # tokens that this layer was expected to add once its nodes were known
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
-        self._yields = self._costs.initial_layer_yields(source)
+        self._gains_own = self._costs.initial_layer_gains(source)
         self._rounds = 0  # in which it drafted
         self.gain = 0.0  # accepted tokens of these rounds minus the price of reading and of its draft steps, in tokens
 
@@ -150,16 +150,16 @@ class ModelSource:
         return self.is_trial and self.layers == 1 and not self.first
 
     @property
-    def yields(self) -> LayerYields:
+    def yields(self) -> LayerGains:
         """The yields of its layers: this request's own if it runs alone, else those of all requests."""
         is_alone = self._context.requests == 1
-        return self._yields if is_alone else self._costs.layer_yields(self.source, self._context.requests)
+        return self._gains_own if is_alone else self._costs.layer_gains(self.source, self._context.requests)
 
     def gave(self, worth: float, reach: float) -> None:
         """Learn that the next layer added `worth` tokens below leaves that the walk reaches with the chance `reach`."""
-        self._costs.layer_yields(self.source, self._context.requests).learn(self.layers, worth, reach)
+        self._costs.layer_gains(self.source, self._context.requests).learn(self.layers, worth, reach)
         if self._context.requests == 1:
-            self._yields.learn(self.layers, worth, reach)
+            self._gains_own.learn(self.layers, worth, reach)
 
     @property
     def is_behind(self) -> bool:

@@ -181,7 +181,7 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
     for at in range(0, len(known), _CHUNK):
         piece = known[at : at + _CHUNK]
         wanted = [node for node in range(len(piece)) if at + node >= start - 1]
-        held = model.score_held([chain(session, piece, wanted, keep)])
+        held = model.score_sparse([chain(session, piece, wanted, keep)])
         rows = [Row(request, text[: at + node + 1]) for node in wanted]
         for best, ranked in top_k_rows(held, rows, ranks):
             tokens[place, : len(best)], values[place, : len(best)] = best, ranked

@@ -343,7 +343,7 @@ class PipelineModel(Model):
     def project(self, hidden: Any) -> SparseLogits:
         return self.first.project(hidden)
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
         return self.project(self._run(apply_keep(forest), ())[0])
 

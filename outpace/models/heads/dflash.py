@@ -169,7 +169,7 @@ class BlockModel(HeadModel):
             logits, outputs = self.score_sparse_hidden(parts, (self.num_layers,))
             hidden = host_array(self.normed("norm", outputs[0]))
         else:
-            logits = self.score_held([part._replace(hidden_rows=()) for part in parts])
+            logits = self.score_sparse([part._replace(hidden_rows=()) for part in parts])
         for session in sessions:
             session.keep(())
         return BlockDraft(head, self.markov, logits, hidden)

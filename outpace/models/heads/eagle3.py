@@ -119,7 +119,7 @@ class EagleModel(HeadModel):
         """Return the features of mask slots, for heads that draft in parallel: [count, width]."""
         raise NotImplementedError
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         """Score nodes. Each reads a feature, from the session's queue or from the output of its parent's slot.
 
         The outputs of nodes with a logit row are stored for their children. A parent must have been scored in an
@@ -137,7 +137,7 @@ class EagleModel(HeadModel):
         return logits if self.head.logit_scale == 1.0 else logits._replace(values=logits.values * self.head.logit_scale)
 
     def _score(self, forest: Sequence[Part]) -> Any:
-        return self.score_held(forest).wide()
+        return self.score_sparse(forest).wide()
 
     def _with_features(self, part: Part) -> Part:
         """Return the part with each node's feature as its input, and take the used ones off the queue."""

@@ -44,7 +44,7 @@ class SlotModel(HeadModel):
         sessions = [self._idle.pop() if self._idle else self.open(0, count) for _ in range(len(rows))]
         slots, parents = [0] * count, range(PREFIX, count - 1)
         forest = zip(sessions, inputs, strict=True)
-        found = self.score_held([Part(one, slots, parents, range(count), inputs=its) for one, its in forest])
+        found = self.score_sparse([Part(one, slots, parents, range(count), inputs=its) for one, its in forest])
         for session in sessions:
             session.keep(())
         self._idle += sessions
@@ -63,7 +63,7 @@ class SpecFormerModel(JoinedModel):
         super().limit_threads(most, leave)
         self.slots.limit_threads(most, leave)
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         """Read nodes, each with a feature from the session's queue. Return `block` rows for each of the `logit_rows`:
         the logits of all of its slots."""
         check_forest(self, forest)

@@ -307,7 +307,7 @@ class NativeLlama(Model):
         self.rope_table.grow_to(min(capacity + max_pending, self.max_positions))
         return self.session_type(capacity, max_pending, self)
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
         return self._forward(self._forest(forest))
 
