@@ -2,7 +2,7 @@
 
 Run: python bench/host_cost.py [--rounds N]
 
-Both models look their next tokens up in a table; the time of these lookups is subtracted. A layer is one step of CARD's
+Both models look their next tokens up in a table; the time of these lookups is subtracted. A level is one step of CARD's
 drafter and its insertion into the cache. Medians.
 """
 
@@ -97,17 +97,17 @@ def round_seconds(decoder: Any, requests: int, rounds: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def layer_seconds(width: int, rounds: int) -> float:
-    """Return the median time of a layer in trees as method card drafts them."""
-    layers, table = [], TableModel(0.8)
+def level_seconds(width: int, rounds: int) -> float:
+    """Return the median time of a level in trees as method card drafts them."""
+    levels, table = [], TableModel(0.8)
     for number in range(rounds):
         loop, cache = card_loop(number, table, width, Card.Options())
         while loop.has_work:
             start, spent = time.perf_counter(), table.spent
-            for _, layer in loop.grow():
-                cache.insert(layer)
-            layers.append(time.perf_counter() - start - (table.spent - spent))
-    return statistics.median(layers)
+            for _, level in loop.grow():
+                cache.insert(level)
+            levels.append(time.perf_counter() - start - (table.spent - spent))
+    return statistics.median(levels)
 
 
 def target_seconds(nodes: int, rounds: int) -> float:
@@ -116,8 +116,8 @@ def target_seconds(nodes: int, rounds: int) -> float:
     for number in range(rounds):
         loop, cache = card_loop(number, table, 16, Card.Options(), tree_nodes=2 * nodes)
         while len(cache) < nodes:
-            for _, layer in loop.grow():
-                cache.insert(layer)
+            for _, level in loop.grow():
+                cache.insert(level)
         start = time.perf_counter()
         cache.add_late_children(tree := cache.query(16))
         cache.correct(tree, Verdict([0, tree.children(0)[0]], VOCAB), len(tree))
@@ -146,7 +146,7 @@ def main() -> None:
             seconds = round_seconds(decoder, requests, rounds)
             print(f"{decoder.name}, {requests} at once".ljust(32), f"{1e6 * seconds:8.0f} us a round", flush=True)
     for width in (4, 16, 64):
-        print(f"CARD, width {width}".ljust(32), f"{1e6 * layer_seconds(width, 20):8.0f} us a layer", flush=True)
+        print(f"CARD, width {width}".ljust(32), f"{1e6 * level_seconds(width, 20):8.0f} us a level", flush=True)
     print("CARD, 2000 nodes".ljust(32), f"{1e6 * target_seconds(2000, 40):8.0f} us for query and correct")
 
 

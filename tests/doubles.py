@@ -23,7 +23,7 @@ from outpace_kernels import NodeDelta
 from torch import Tensor
 from toy import Toy, ToySession
 
-from outpace.card.cache import CandidateLayer
+from outpace.card.cache import CandidateLevel
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.thread import ThreadWorker
 from outpace.core import registry
@@ -53,7 +53,7 @@ SMALL = EngineOptions(nodes=12, rows=36, chunk=4)  # prompts travel in pieces
 
 
 class Candidate(NamedTuple):
-    """One node of a layer, by its columns."""
+    """One node of a level, by its columns."""
 
     node_id: int
     parent_id: int
@@ -62,10 +62,10 @@ class Candidate(NamedTuple):
     role: int
 
 
-def layer_of(root_id: int, candidates: Sequence[Candidate] = ()) -> CandidateLayer:
+def level_of(root_id: int, candidates: Sequence[Candidate] = ()) -> CandidateLevel:
     """Return the message of a drafter that proposes these candidates."""
     ids, parents, tokens, log_probs, roles = [[*column] for column in zip(*candidates, strict=True)] or [[]] * 5
-    return CandidateLayer(root_id, NodeDelta((ids, parents, tokens, roles, log_probs)))
+    return CandidateLevel(root_id, NodeDelta((ids, parents, tokens, roles, log_probs)))
 
 
 def decoder_of(decode: Any, drafting: str | None = None) -> type[Decoder]:

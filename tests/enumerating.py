@@ -137,12 +137,12 @@ def check_equal(found: Chances, exact: Chances) -> None:
 class Shape(NamedTuple):
     """The shape of drawn trees.
 
-    `draws`: children below a node by its depth, or with `by_token` as many as its token says; the number of layers and
+    `draws`: children below a node by its depth, or with `by_token` as many as its token says; the number of levels and
     of verified nodes; `once`: only the first round draws, because later ones would only multiply the ways.
     """
 
     draws: str = "1"
-    layers: int = 1
+    levels: int = 1
     nodes: int = 16
     once: bool = False
     by_token: bool = False
@@ -170,7 +170,7 @@ class Shaped(ModelDrafter):
 
 
 def copied(text: Sequence[int]) -> list[list[int]]:
-    """Return what followed the longest and latest earlier occurrence of the last tokens, one token per layer."""
+    """Return what followed the longest and latest earlier occurrence of the last tokens, one token per level."""
     for length in (3, 2, 1):
         for end in range(len(text) - 1, length - 1, -1):
             if list(text[end - length : end]) == list(text[-length:]):
@@ -199,8 +199,8 @@ class Planted(Drafter):
 
     def _grow(self, state: DraftState, tree: TokenTree) -> None:
         node = 0
-        for layer in self._propose(state.tokens):
-            nodes = [tree.add(node, token, 0.0) for token in layer]
+        for level in self._propose(state.tokens):
+            nodes = [tree.add(node, token, 0.0) for token in level]
             assert nodes[0] is not None
             node = nodes[0]
 
@@ -255,7 +255,7 @@ def go_every_way(
     def write() -> Sequence[int]:
         nonlocal accepted
         drafter = drafter_of(draft, shape, target)
-        options: Any = Speculative.Options(draft_length=shape.layers) if drafter else Autoregressive.Options()
+        options: Any = Speculative.Options(draft_length=shape.levels) if drafter else Autoregressive.Options()
         with Engine(target, drafter, options=EngineOptions(nodes=shape.nodes, rows=256, chunk=8)) as engine:
             run = engine.submit(request, Speculative if drafter else Autoregressive, options)
             for number in range(num_others):

@@ -97,13 +97,13 @@ def key_by_call_order(keyed: Original) -> Original:
 
 
 def hang_dead_on_root(insert: Original) -> Original:
-    def mutated(self: Any, layer: Any) -> int:
+    def mutated(self: Any, level: Any) -> int:
         root, known, moved = self._tree.ids[0], {*self._tree.ids}, []
-        ids, parents, *others = layer.nodes
+        ids, parents, *others = level.nodes
         for node_id, parent in zip(ids, parents, strict=True):
             moved.append(parent if parent in known else root)
             known.add(node_id)
-        return insert(self, layer._replace(nodes=NodeDelta((ids, moved, *others))))
+        return insert(self, level._replace(nodes=NodeDelta((ids, moved, *others))))
 
     return mutated
 
@@ -111,7 +111,7 @@ def hang_dead_on_root(insert: Original) -> Original:
 def orphans() -> str | None:
     """Return what is wrong if a candidate whose parent is gone is offered to the target."""
     candidates = cache.CandidateCache(0)
-    candidates.insert(cache.CandidateLayer(0, NodeDelta(((1,), (9,), (5,), (0,), (-0.1,)))))
+    candidates.insert(cache.CandidateLevel(0, NodeDelta(((1,), (9,), (5,), (0,), (-0.1,)))))
     found = candidates.query(8).tokens
     return None if [*found] == [0] else f"the target is offered {found}"
 

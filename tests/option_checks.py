@@ -61,7 +61,7 @@ def option_differences() -> Iterator[str]:
 def rejection_differences() -> Iterator[str]:
     """Enumerate every way to write a text; then count texts with the library's own keys. No key may decide twice."""
     for draft, asked in DRAWN:
-        found = go_every_way(rule_of("rejection", Enumerating()), draft, Shape(layers=2), asked).texts
+        found = go_every_way(rule_of("rejection", Enumerating()), draft, Shape(levels=2), asked).texts
         exact = exact_chances(asked, 2)
         if found.keys() != exact.keys() or any(abs(found[text] - exact[text]) > 1e-12 for text in exact):
             yield f"draft {draft}, {asked}: another distribution"

@@ -266,9 +266,9 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
             returning(0),
         )
     ],
-    "test_parts.py::test_late_layers_find_their_parents_by_text": [
+    "test_parts.py::test_late_levels_find_their_parents_by_text": [
         ("cache: a node that was made twice has no alias", CandidateCache, "_insert_by_text", without_aliases),
-        ("cache: a layer is matched one token off", CandidateCache, "_remember", one_token_off),
+        ("cache: a level is matched one token off", CandidateCache, "_remember", one_token_off),
     ],
     "test_parallel_decoders.py::test_the_drafter_walks_corrections_in_its_own_tree": [
         ("drafter: a walk keeps a dead branch", DraftLoop, "_follow", keeping_a_dead_branch)
@@ -279,7 +279,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_parallel_decoders.py::test_planned_gains_by_waits": [
         ("planned: the target never waits", planned.Planner, "next_width", returning(0))
     ],
-    "test_parallel_decoders.py::test_a_drafter_begins_a_layer_that_ends_after_the_pass_if_hits_are_frequent": [
+    "test_parallel_decoders.py::test_a_drafter_begins_a_level_that_ends_after_the_pass_if_hits_are_frequent": [
         ("planned: the drafter is never paused", Overlap, "during", returning(DraftDirectives()))
     ],
     "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device": [

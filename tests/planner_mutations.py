@@ -77,12 +77,12 @@ def with_tokens_left(original: Original) -> Original:
 
 
 def always_deeper(next_width: Original) -> Original:
-    return lambda self, tree, model: int(model.layers < self._options.deepest)
+    return lambda self, tree, model: int(model.levels < self._options.deepest)
 
 
 def unrelated(value: Original) -> Original:
-    def mutated(self: Any, layer: int) -> float:
-        tokens, chances = self._sums[layer] if layer < len(self._sums) else (0.0, 0.0)
+    def mutated(self: Any, level: int) -> float:
+        tokens, chances = self._sums[level] if level < len(self._sums) else (0.0, 0.0)
         return (tokens + 2.0 * self._prior) / (chances + 2.0)
 
     return mutated
@@ -164,7 +164,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_planner.py::test_chances_of_a_calibrated_drafter_are_not_corrected": [
         ("planner: fitted chances are corrected too", AcceptanceModel, "__init__", corrected_in_any_case),
     ],
-    "test_planner.py::test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_one": [
+    "test_planner.py::test_a_level_promises_less_below_four_unlikely_leaves_than_below_a_likely_one": [
         ("planner: unlikely leaves add up", Planner, "_reach", with_zero("_row")),
     ],
     "test_planner.py::test_nodes_with_small_chances_are_not_verified_if_rows_cost_time": [
@@ -173,7 +173,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_planner.py::test_a_draft_that_fails_is_tried_less_and_less": [
         ("planner: a drafter's chances are not corrected", AcceptanceModel, "of", uncorrected),
-        ("planner: one more layer whatever it costs", Planner, "next_width", always_deeper),
+        ("planner: one more level whatever it costs", Planner, "next_width", always_deeper),
         ("planner: what failed is tried as often as before", ExplorationBudget, "record_use", returning(None)),
     ],
     "test_planner.py::test_trust_and_costs_are_kept_by_source": [
@@ -188,10 +188,10 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_planner.py::test_a_long_prompt_is_not_read_for_a_few_tokens": [
         ("planner: any prompt is worth reading", ModelSource, "may_save", returning(1e9)),
     ],
-    "test_planner.py::test_no_layer_is_planned_that_cannot_be_written": [
-        ("planner: layers beyond the end are planned", Planner, "next_width", with_tokens_left),
+    "test_planner.py::test_no_level_is_planned_that_cannot_be_written": [
+        ("planner: levels beyond the end are planned", Planner, "next_width", with_tokens_left),
     ],
-    "test_planner.py::test_a_layer_has_no_parents_where_the_text_ends": [
+    "test_planner.py::test_a_level_has_no_parents_where_the_text_ends": [
         ("planner: the last tokens have children", Planner, "_reach", with_tokens_left),
     ],
     "test_planner.py::test_each_text_finds_out_what_its_draft_is_worth": [
@@ -244,8 +244,8 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_costs.py::test_a_mean_forgets": [
         ("costs: nothing is forgotten", DecayedMean, "learn", never_forgetting),
     ],
-    "test_costs.py::test_the_yield_of_a_layer_starts_from_that_of_the_layer_above": [
-        ("costs: layers' yields are unrelated", LayerGains, "value", unrelated),
+    "test_costs.py::test_the_gain_of_a_level_starts_from_that_of_the_level_above": [
+        ("costs: levels' gains are unrelated", LevelGains, "value", unrelated),
     ],
 }
 PLANNER_MUTATIONS = [mutation(*row, test) for test, rows in MISTAKES.items() for row in rows]

@@ -22,7 +22,7 @@ INDEPENDENT = ("multi_round", "spectr")
 def rule_differences(names: Sequence[str]) -> Iterator[str]:
     """Short texts by these rules over chains, fans and trees."""
     for name in names:
-        shapes: list[tuple[Shape, str, int, int]] = [(Shape(layers=2), "top-k", 2, 3), (Shape(), "bare", 2, 3)]
+        shapes: list[tuple[Shape, str, int, int]] = [(Shape(levels=2), "top-k", 2, 3), (Shape(), "bare", 2, 3)]
         if name in FANS:
             shapes += [(Shape("3"), "top-k", 1, 3), (Shape("2"), "bare", 1, 4)]
             shapes += [(Shape("2,1", 2, once=True), "bare", 2, 3)]
@@ -40,10 +40,10 @@ def mutation(
     return Mutation(f"rules: {name}", [owner], attribute, make, lambda: next(rule_differences(rules), None))
 
 
-def keyed_by_position(draw_layer: Original) -> Original:
+def keyed_by_position(draw_level: Original) -> Original:
     def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> None:
         ids = dict(zip(frontier, (row.position for row in rows), strict=True))
-        draw_layer(Renumbered(tree, ids), frontier, logits, rows, draws)
+        draw_level(Renumbered(tree, ids), frontier, logits, rows, draws)
 
     return mutated
 

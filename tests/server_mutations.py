@@ -10,7 +10,7 @@ from mutation_checks import Original
 from part_mutations import mutation, nothing
 
 from outpace.card import wire
-from outpace.card.wire import LayerLimit, SentRequest
+from outpace.card.wire import LevelLimit, SentRequest
 from outpace.core.types import Row
 from outpace.engine import target_runner
 from outpace.grammar import matcher, merging, schema
@@ -213,8 +213,8 @@ MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (FIELDS, "a_cache_salt_separates_requests", generation_request, "_prepare", without_salt),
     (FIELDS, "a_long_conversation_is_shortened_on_request", generation_request.Conversation, "render_within", alone),
     ("test_client_fields.py::test_", "the_effort_of_reasoning_reaches_the_template", chat_completions, *NO_VALUES),
-    (REMOTE, "an_invalid_layer_is_refused", wire, "check", nothing),
-    (REMOTE, "a_million_nodes_are_refused", LayerLimit, "count", nothing),
+    (REMOTE, "an_invalid_level_is_refused", wire, "check", nothing),
+    (REMOTE, "a_million_nodes_are_refused", LevelLimit, "count", nothing),
     (REMOTE, "an_invalid_correction_is_refused", SentRequest, "_read_correction", of_any_length),
     (GRAMMAR, "a_question_is_asked_once", matcher._CachedResult, "holds", of_any_text),
 ]

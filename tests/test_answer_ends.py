@@ -140,7 +140,7 @@ def test_every_drafter_stops_where_a_tree_may_not_grow(name: str, left: int) -> 
 
 
 @pytest.mark.parametrize(
-    "directives", [DraftDirectives(), DraftDirectives(outcomes=4), DraftDirectives(in_layers=True)]
+    "directives", [DraftDirectives(), DraftDirectives(outcomes=4), DraftDirectives(in_levels=True)]
 )
 def test_a_worker_s_tree_ends_with_the_answer(directives: DraftDirectives) -> None:
     """After corrections too, and in a drafter that receives the whole text at once."""

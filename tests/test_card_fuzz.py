@@ -58,7 +58,7 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random opti
 }
 ROUNDS = (24, pytest.param(1000, marks=pytest.mark.long))
 FORMS = ("thread", "polled", "inline")  # of a worker; a process can be killed too
-WAITS = ("after a hit", "after a miss", "a further layer", "in vain", "died", "gave up", "rests", "a few layers")
+WAITS = ("after a hit", "after a miss", "a further level", "in vain", "died", "gave up", "rests", "a few levels")
 
 
 def random_requests(chance: random.Random, target: QuickToy) -> list[Request]:
@@ -101,23 +101,23 @@ class WatchedWorker(InlineWorker):
         super().__init__(drafter, clock)
         self.met, self.chance = met, chance
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
         alive = self.failure is None
         self.met["after a miss" if cache.missed else "after a hit"] += 1
-        self.met["a further layer"] += layers > 1
-        super().wait(cache, layers, depth)
+        self.met["a further level"] += levels > 1
+        super().wait(cache, levels, depth)
         self.met["died"] += alive and self.failure is not None
         self.met["gave up"] += cache.is_given_up
-        self.met["in vain"] += not cache.has_grown(layers, depth)
+        self.met["in vain"] += not cache.has_grown(levels, depth)
 
     def set_directives(self, key: int, directives: DraftDirectives) -> None:
-        self.met["rests"] += directives.layers == 0
-        self.met["a few layers"] += bool(directives.layers)
+        self.met["rests"] += directives.levels == 0
+        self.met["a few levels"] += bool(directives.levels)
         super().set_directives(key, directives)
 
 
 class UnreliableLink(WatchedWorker):
-    """Delays everything by random times, loses layers and repeats corrections, some of them much later."""
+    """Delays everything by random times, loses levels and repeats corrections, some of them much later."""
 
     corrections: tuple[Correct, ...] = ()
 
@@ -134,8 +134,8 @@ class UnreliableLink(WatchedWorker):
                 self.met["repeated"] += 1
                 super()._send(queue, again)
 
-    def _publish(self, layers: Any) -> None:
-        super()._publish(layers)
+    def _publish(self, levels: Any) -> None:
+        super()._publish(levels)
         self.met["alias"] += sum(bool(cache._aliases) for cache in self._caches.values())
 
 
@@ -176,7 +176,7 @@ def run_once(
 
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_random_delays_lost_layers_and_repeated_corrections(rounds: int, method: str) -> None:
+def test_random_delays_lost_levels_and_repeated_corrections(rounds: int, method: str) -> None:
     met: Counter[str] = Counter()
     for seed in range(rounds):
         run_once(seed, met, method, UnreliableLink)
@@ -249,7 +249,7 @@ def test_race_between_threads(seed: int, method: str) -> None:
     assert run.texts == [write(target, request) for request in requests]
     assert run.failure is None
     assert run.figures.misses > 0
-    if seed % 3 or method in ("pearl", "ssd"):  # the target waits for a first layer, whatever the race does
+    if seed % 3 or method in ("pearl", "ssd"):  # the target waits for a first level, whatever the race does
         assert run.figures.drafted > 0
 
 
@@ -306,7 +306,7 @@ def test_close_is_never_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Unhurried(QuickToy):
-    """A target whose passes take so long that to wait for a layer pays."""
+    """A target whose passes take so long that to wait for a level pays."""
 
     def score(self, forest: Sequence[Part]) -> Any:
         time.sleep(0.012)
@@ -329,9 +329,9 @@ class Killed(ProcessWorker):
             self.killed.add(self.pid)
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
         self.kill("wait")
-        super().wait(cache, layers, depth)
+        super().wait(cache, levels, depth)
 
     def wrap_target(self, target: Any) -> ObservedModel:
         return ObservedModel(target, lambda rows: self.kill("pass"))

@@ -17,7 +17,7 @@ from outpace.drafters._calibration import PickModels
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import LayerGains
+from outpace.planning.estimators import LevelGains
 
 COPIES, DRAFT = Source("ngram", False), Source("model", True)
 
@@ -147,17 +147,17 @@ def test_costs_of_a_draft_follow_from_its_weights_until_they_are_timed() -> None
     assert costs.draft_seconds(DRAFT) == 2.0
 
 
-def test_the_yield_of_a_layer_starts_from_that_of_the_layer_above() -> None:
-    yields = LayerGains(0.6, fade=0.5)
-    assert yields.state_dict() == [0.6] * 8
-    yields.learn(0, 1.8, 2.0)
-    assert [yields.value(layer) for layer in range(6)] == [pytest.approx((1.8 + 1.2) / 4)] * 6
-    yields.learn(1, 0.0, 2.0)
-    assert yields.value(0) == pytest.approx(0.75)
-    assert yields.value(5) == yields.value(1) == pytest.approx(1.5 / 4)
-    yields.learn(9, 4.0, 4.0)
-    assert yields.value(20) > 0.7, "deep layers share one estimate"
-    again = LayerGains(0.1, fade=0.5)
+def test_the_gain_of_a_level_starts_from_that_of_the_level_above() -> None:
+    gains = LevelGains(0.6, fade=0.5)
+    assert gains.state_dict() == [0.6] * 8
+    gains.learn(0, 1.8, 2.0)
+    assert [gains.value(level) for level in range(6)] == [pytest.approx((1.8 + 1.2) / 4)] * 6
+    gains.learn(1, 0.0, 2.0)
+    assert gains.value(0) == pytest.approx(0.75)
+    assert gains.value(5) == gains.value(1) == pytest.approx(1.5 / 4)
+    gains.learn(9, 4.0, 4.0)
+    assert gains.value(20) > 0.7, "deep levels share one estimate"
+    again = LevelGains(0.1, fade=0.5)
     again.load_state_dict([0.5] * 8)
     assert again.value(3) > 0.4
 

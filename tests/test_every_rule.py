@@ -40,14 +40,14 @@ RATIO = [
 ]
 FANS = [name for name in RATIO if rule_of(name).traits.several_draws]
 CHAINS = {
-    "chain": (Shape(layers=2), "bare", 2),
+    "chain": (Shape(levels=2), "bare", 2),
     "chain over rounds": (Shape(), "bare", LENGTH),
-    "chain, cut": (Shape(layers=2, nodes=2), "top-k", LENGTH),
-    "chain, penalties": (Shape(layers=1), "penalties", 2),
-    "chain, filtered": (Shape(layers=2), "top-p", 2),
-    "longer chain, cut": (Shape(layers=3, nodes=3), "top-k", LENGTH),
-    "longer chain, penalties": (Shape(layers=1), "penalties", LENGTH),
-    "longer chain, filtered": (Shape(layers=3), "top-p", LENGTH),
+    "chain, cut": (Shape(levels=2, nodes=2), "top-k", LENGTH),
+    "chain, penalties": (Shape(levels=1), "penalties", 2),
+    "chain, filtered": (Shape(levels=2), "top-p", 2),
+    "longer chain, cut": (Shape(levels=3, nodes=3), "top-k", LENGTH),
+    "longer chain, penalties": (Shape(levels=1), "penalties", LENGTH),
+    "longer chain, filtered": (Shape(levels=3), "top-p", LENGTH),
 }
 TREES = {
     "fan": (Shape("2"), "bare", 2),
@@ -56,7 +56,7 @@ TREES = {
     "tree": (Shape("2,1", 2, once=True), "bare", 2),
     "tree, deep": (Shape("2,1", 2, once=True), "top-k", LENGTH),
     "tree, wide below": (Shape("1,2", 2, once=True), "top-k", LENGTH),
-    "tree, growth by what was drawn": (Shape(layers=2, once=True, by_token=True), "bare", 2),
+    "tree, growth by what was drawn": (Shape(levels=2, once=True, by_token=True), "bare", 2),
     "tree, cut within a layer": (Shape("2,1", 2, 4, once=True), "bare", 2),
     "tree, growth by what was drawn, cut": (Shape("2", 2, 4, once=True, by_token=True), "bare", 2),
 }
@@ -134,7 +134,7 @@ def test_low_temperatures_and_distributions_of_one_point_in_float32(
         exact = chances_of(
             lambda text, rows=rows: torch.softmax(torch.tensor(rows[text[-1]]).double(), 0).tolist(), 3, 2
         )
-        for drafted, shape in (("garbage", Shape("2,1", 2, once=True)), ("siblings", Shape(layers=2))):
+        for drafted, shape in (("garbage", Shape("2,1", 2, once=True)), ("siblings", Shape(levels=2))):
             found = go_every_way(rule_of(name, Enumerating()), drafted, shape, "cold", 2).texts
             for text in {*found, *exact}:
                 assert found.get(text, 0.0) == pytest.approx(exact.get(text, 0.0), abs=2e-6)
@@ -160,8 +160,8 @@ def test_scores_without_a_finite_maximum_raise_nothing(name: str, score: float) 
         ("garbage", Shape("2", once=True), "bare", 2, 1),
         ("perfect", Shape("2", 1), "min-p", 2, 0),
         ("partial", Shape("2", 1), "min-p", 2, 0),
-        ("copied", Shape(layers=2), "min-p", LENGTH, 0),
-        ("siblings", Shape(layers=2), "min-p", LENGTH, 0),
+        ("copied", Shape(levels=2), "min-p", LENGTH, 0),
+        ("siblings", Shape(levels=2), "min-p", LENGTH, 0),
         ("plain", Shape(), "bare", LENGTH, 0),
     ],
 )
@@ -172,7 +172,7 @@ def test_every_draft(name: str, draft: str, shape: Shape, asked: str, length: in
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("draft", ["partial", "copied", "siblings"])
 def test_rejection_with_every_sampling(draft: str, asked: str) -> None:
-    check("rejection", Shape(layers=2), asked, 2, draft)
+    check("rejection", Shape(levels=2), asked, 2, draft)
 
 
 @pytest.mark.parametrize("draft", ["plain", "perfect", "garbage", "copied", "siblings"])
@@ -184,7 +184,7 @@ def test_a_constrained_text_has_the_target_s_probability_among_the_allowed_ones(
         return torch.softmax(TARGETS[3]._row(text).masked_fill(torch.tensor(refused), -torch.inf), 0).tolist()
 
     rule, constraint = rule_of("rejection", Enumerating()), Table(len(PROMPT), follows)
-    found = go_every_way(rule, draft, Shape(layers=2, nodes=8), "bare", LENGTH, constraint=constraint)
+    found = go_every_way(rule, draft, Shape(levels=2, nodes=8), "bare", LENGTH, constraint=constraint)
     check_equal(found.texts, chances_of(row, 3, LENGTH))
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from doubles import Candidate, Empty, QuickToy, layer_of, make_drafter, make_request, within
+from doubles import Candidate, Empty, QuickToy, level_of, make_drafter, make_request, within
 
 from outpace.api.shared_engine import FairLock
 from outpace.card.cache import CandidateCache, Correction
@@ -251,11 +251,11 @@ def wait(cache: CandidateCache) -> None:
 def test_an_interrupted_target_leaves_the_candidates_open(call: Callable[[CandidateCache], None]) -> None:
     def once(interrupt: Interrupt) -> None:
         cache = CandidateCache(3)
-        cache.insert(layer_of(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)]))
+        cache.insert(level_of(0, [Candidate(1, 0, 5, -0.1, Role.PRIMARY), Candidate(2, 1, 6, -0.1, Role.PRIMARY)]))
         try:
             interrupt.run(lambda: call(cache))
         except KeyboardInterrupt:
-            within(SECONDS, lambda: cache.insert(layer_of(cache.query(1).ids[0], [])))
+            within(SECONDS, lambda: cache.insert(level_of(cache.query(1).ids[0], [])))
 
     assert everywhere(once) > 3
 

@@ -37,7 +37,7 @@ from outpace.rules.cascade import MIXTURES
 
 TARGET = TARGETS[3]
 DRAFT = draft_of("partial", TARGET)
-TWO = Shape(layers=2)
+TWO = Shape(levels=2)
 Row = list[float]
 
 
@@ -67,7 +67,7 @@ def cascade_chances(kind: str, a: float, asked: str, length: int, draft: str = "
     return chances_of(row, 3, length)
 
 
-SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(layers=2)), ("bare", Shape(layers=2, nodes=1))]
+SHAPES = [("bare", Shape()), ("top-k", Shape()), ("top-k", Shape(levels=2)), ("bare", Shape(levels=2, nodes=1))]
 GREEDY = [(kind, a) for kind in MIXTURES for a in (0.0, 0.15, 0.4, 0.8)]
 
 

@@ -24,7 +24,7 @@ from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import WORKER
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Planned
-from outpace.drafters._tree_expander import layer_frontier
+from outpace.drafters._tree_expander import level_frontier
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.overlap import PARALLEL, Overlap
@@ -115,8 +115,8 @@ def grown(directives: DraftDirectives, forwards: int = 50) -> TokenTree:
     loop.inbox.put(Open(0, REQUESTS[0]))
     loop.inbox.put(SetDirectives(0, directives))
     for _ in range(forwards):
-        for _, layer in loop.grow():
-            cache.insert(layer)
+        for _, level in loop.grow():
+            cache.insert(level)
     return cache.query(1000)
 
 
@@ -125,32 +125,32 @@ def test_the_drafter_walks_corrections_in_its_own_tree() -> None:
     loop, request = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0)), REQUESTS[0]
     loop.post(Open(0, request))
     for _ in range(4):
-        layers = loop.grow()
+        levels = loop.grow()
     old = loop._requests[0].tree
     below = max(old.children(0), key=lambda node: len(old.subtree(node)))
     kept = old.below(below)
     for _ in range(2):  # a correction that comes twice counts once
         loop.post(Correct(0, Correction([old.tokens[below]], 1, -1)))
-    layers = loop.grow()
-    ((_, layer),) = layers
-    assert (layer.root_id, layer.alias) == (-1, kept.ids[0])
-    assert layer.nodes[0][: len(kept) - 1] == kept.ids[1:]
-    ((_, layer),) = loop.grow()
-    assert min(layer.nodes[0]) > max(kept.ids)
+    levels = loop.grow()
+    ((_, level),) = levels
+    assert (level.root_id, level.alias) == (-1, kept.ids[0])
+    assert level.nodes[0][: len(kept) - 1] == kept.ids[1:]
+    ((_, level),) = loop.grow()
+    assert min(level.nodes[0]) > max(kept.ids)
     for root_id in (-2, -2):
         absent = next(token for token in range(TARGET.vocab_size) if loop._requests[0].tree.child(0, token) is None)
         loop.post(Correct(0, Correction([old.tokens[below], absent], 2, root_id)))  # partly known
-    ((_, layer),) = loop.grow()
+    ((_, level),) = loop.grow()
     fresh = DraftLoop(make_drafter("model", TARGET, width=3, floor=0.0))
     fresh.post(Open(0, replace(request, prompt=(*request.prompt, old.tokens[below], absent))))
     ((_, first),) = fresh.grow()
-    assert (layer.root_id, layer.alias, layer.nodes[2]) == (-2, None, first.nodes[2])
+    assert (level.root_id, level.alias, level.nodes[2]) == (-2, None, first.nodes[2])
     assert loop._requests[0].state.tokens == [*request.prompt, old.tokens[below], absent]
 
 
 @pytest.mark.parametrize(
     ("directives", "deepest"),
-    [(DraftDirectives(depth=3), 3), (DraftDirectives(layers=2), 2), (DraftDirectives(depth=5), 5)],
+    [(DraftDirectives(depth=3), 3), (DraftDirectives(levels=2), 2), (DraftDirectives(depth=5), 5)],
 )
 def test_the_drafter_obeys_its_directives(directives: DraftDirectives, deepest: int) -> None:
     assert max(depths(grown(directives).parents)) == deepest
@@ -167,23 +167,23 @@ def planned(method: str, ratio: float, devices: int = 2, **options: Any) -> Outc
 
 def test_an_exploration_budget_halves_after_each_failure() -> None:
     budget = ExplorationBudget()
-    assert not budget.is_due("layer", 1.0, 0.1)
-    assert budget.is_due("layer", 1.0, 0.1, credit=1.1), "something new begins"
+    assert not budget.is_due("level", 1.0, 0.1)
+    assert budget.is_due("level", 1.0, 0.1, credit=1.1), "something new begins"
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0, 0.1)
-    assert budget.is_due("layer", 1.0, 0.1), "asking changes nothing"
-    budget.record_use("layer", -1.0)
-    budget.record_use("layer", 0.9)  # by another request in the same round
+    assert budget.is_due("level", 1.0, 0.1)
+    assert budget.is_due("level", 1.0, 0.1), "asking changes nothing"
+    budget.record_use("level", -1.0)
+    budget.record_use("level", 0.9)  # by another request in the same round
     budget.advance(11.0)
-    assert not budget.is_due("layer", 1.0, 0.1)
-    assert not budget.is_due("layer", 1.0, 0.0, credit=1.9)
+    assert not budget.is_due("level", 1.0, 0.1)
+    assert not budget.is_due("level", 1.0, 0.0, credit=1.9)
     assert budget.is_due("rows", 1.0, 0.1), "of each thing separately"
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0, 0.1)
-    budget.record_use("layer", -1.0)
-    budget.record_use("layer", 1.1)
+    assert budget.is_due("level", 1.0, 0.1)
+    budget.record_use("level", -1.0)
+    budget.record_use("level", 1.1)
     budget.advance(11.0)
-    assert budget.is_due("layer", 1.0, 0.1)
+    assert budget.is_due("level", 1.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_rows_are_taken_while_they_pay(
 
 
 def gain(*leaves: float) -> float:
-    """Tokens that waiting for a layer below such leaves of the candidate cache gains above its price."""
+    """Tokens that waiting for a level below such leaves of the candidate cache gains above its price."""
     costs = CostModel()
     for rows in (1, 1, 8, 8):
         costs.record_round(1, rows, 1, 6.0 + 0.3 * rows, 0.0)
@@ -226,7 +226,7 @@ def test_waiting_gains_more_below_few_likely_leaves() -> None:
     assert gain(0.1, 0.1, 0.1, 0.1, 0.1, 0.1) == 0.0
 
 
-def test_planned_waits_longer_for_cheaper_layers() -> None:
+def test_planned_waits_longer_for_cheaper_levels() -> None:
     found = {ratio: planned("planned", ratio) for ratio in (2.0, 7.0, 30.0)}
     waits = [outcome.target_idle * ratio for ratio, outcome in found.items()]  # in draft steps
     assert waits == sorted(waits)
@@ -254,22 +254,22 @@ def test_planned_drafts_sequentially_on_one_device(monkeypatch: pytest.MonkeyPat
     assert found.draft_idle > parallel.draft_idle
 
 
-def test_a_drafter_begins_a_layer_that_ends_after_the_pass_if_hits_are_frequent() -> None:
-    """A pass of 2.6 draft steps: the third layer is begun if misses are rarer than 0.6."""
+def test_a_drafter_begins_a_level_that_ends_after_the_pass_if_hits_are_frequent() -> None:
+    """A pass of 2.6 draft steps: the third level is begun if misses are rarer than 0.6."""
     costs = CostModel()
     context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
-    for hits, layers in ((True, 3), (False, 2)):
+    for hits, levels in ((True, 3), (False, 2)):
         overlap = Overlap(context, lambda: 1.0, 0.0)
         for _ in range(200):
             costs.record_round(1, 1, 1, 2.6, 0.0)
             directives = overlap.during(1, 0.0)
             overlap.learn(hits, 0.5)
         assert overlap.mode == PARALLEL
-        assert directives.layers == layers
+        assert directives.levels == levels
 
 
-@pytest.mark.parametrize(("round_trip", "layers"), [(1.0, 2), (2.0, None)])
-def test_a_drafter_far_away_never_rests(round_trip: float, layers: int | None) -> None:
+@pytest.mark.parametrize(("round_trip", "levels"), [(1.0, 2), (2.0, None)])
+def test_a_drafter_far_away_never_rests(round_trip: float, levels: int | None) -> None:
     """Its answer takes longer than half a pass of 2.6 draft steps, so the target does not wait for it."""
     costs = CostModel()
     context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
@@ -278,7 +278,7 @@ def test_a_drafter_far_away_never_rests(round_trip: float, layers: int | None) -
         costs.record_round(1, 1, 1, 2.6, 0.0)
         directives = overlap.during(1, 0.0)
         overlap.learn(False, 0.5)
-    assert (overlap.is_far, directives.layers) == (layers is None, layers)
+    assert (overlap.is_far, directives.levels) == (levels is None, levels)
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_a_narrow_step_shows_what_a_node_costs() -> None:
     assert loop._times.line == pytest.approx((1e-4, 1e-3))
 
 
-def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:
-    """K nodes of the last layer are expanded, each gets its K best tokens, and a path's score is the sum of log q."""
+def test_card_as_published_grows_whole_levels_by_the_product_of_q() -> None:
+    """K nodes of the last level are expanded, each gets its K best tokens, and a path's score is the sum of log q."""
     width = 3
     drafter = make_drafter("model", TARGET, width=width, tree_nodes=4096, floor=0.0)
     loop = DraftLoop(drafter)
     loop.post(Open(0, REQUESTS[0]))
-    loop.post(SetDirectives(0, DraftDirectives(in_layers=True)))
+    loop.post(SetDirectives(0, DraftDirectives(in_levels=True)))
     for _ in range(4):
         loop.grow()
     tree = loop._requests[0].tree
@@ -325,8 +325,8 @@ def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:
     assert [len(some) for some in by_depth] == [1, width, width, width]
     assert set(parents.values()) == {width}
     for depth in range(1, 4):
-        layer = [node for node in range(len(tree)) if tree.depth(node) == depth]
-        assert by_depth[depth] == sorted(nlargest(width, layer, key=lambda node: (tree.scores[node], -node)))
+        level = [node for node in range(len(tree)) if tree.depth(node) == depth]
+        assert by_depth[depth] == sorted(nlargest(width, level, key=lambda node: (tree.scores[node], -node)))
     model = drafter._expander.model
     for node in range(1, len(tree)):
         text = [*REQUESTS[0].prompt, *tree.path_tokens(node)]
@@ -334,16 +334,16 @@ def test_card_as_published_grows_whole_layers_by_the_product_of_q() -> None:
         assert tree.scores[node] - tree.scores[tree.parents[node]] == pytest.approx(float(log_q), abs=1e-4)
 
 
-def test_after_a_correction_a_layer_without_primary_nodes_is_made_of_secondary_ones() -> None:
+def test_after_a_correction_a_level_without_primary_nodes_is_made_of_secondary_ones() -> None:
     tree = TokenTree(1)
     first, second = (tree.add(0, token, -0.1 * token) for token in (2, 3))
     expanded = {tree.ids[0], tree.ids[first]}
     below = [tree.add(first, token, -1.0 - token, Role.SECONDARY) for token in (4, 5, 6)]
-    assert layer_frontier(tree, expanded, 2) == below[:2]
+    assert level_frontier(tree, expanded, 2) == below[:2]
     primary = tree.add(first, 7, -9.0)
-    assert layer_frontier(tree, expanded, 2) == [primary]
+    assert level_frontier(tree, expanded, 2) == [primary]
     tree.add(second, 8, -0.4)  # below a node that was not expanded
-    assert layer_frontier(tree, expanded, 2) == [primary]
+    assert level_frontier(tree, expanded, 2) == [primary]
 
 
 @pytest.mark.parametrize("lockstep", [0, 2])

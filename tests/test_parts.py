@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 import torch
-from doubles import Candidate, layer_of
+from doubles import Candidate, level_of
 from light import grown
 from torch import Tensor
 from toy import Toy
 
-from outpace.card.cache import CandidateCache, CandidateLayer
+from outpace.card.cache import CandidateCache, CandidateLevel
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
@@ -105,12 +105,12 @@ def test_a_sure_draft_leaves_less_open_than_another() -> None:
     assert again.log_chances(vague) == pytest.approx(vague, abs=0.01)
 
 
-def test_layers_leave_room_in_a_tree_for_those_to_come() -> None:
+def test_levels_leave_room_in_a_tree_for_those_to_come() -> None:
     drafter = ModelDrafter(TARGET, Options(width=4, tree_nodes=64, floor=0.0))
     state, tree = drafter.open(request(1, 2, 3)), TokenTree(3)
     state.directives = DraftDirectives(share=0.25)
     added = [grown(drafter, state, tree) for _ in range(6)]
-    assert added[:2] == [4, 14], "of a layer of sixteen as many as are a quarter of the room"
+    assert added[:2] == [4, 14], "of a level of sixteen as many as are a quarter of the room"
     assert min(added[2:]) >= 8, "twice its width in any case"
     state.directives = DraftDirectives()
     assert grown(drafter, state, tree) == 64 - 1 - sum(added)
@@ -120,18 +120,18 @@ def test_a_last_word_for_an_old_root_does_not_cut_the_next_wait_short() -> None:
     cache = CandidateCache(5)
     tree = cache.query(4)
     cache.correct(tree, Verdict([0], 7), 1)
-    cache.insert(layer_of(0, []))  # nothing more below the root that is gone
-    assert cache.layers == 0
-    cache.insert(layer_of(-1, []))
-    assert cache.layers > 0
-    assert cache.insert(layer_of(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
-    assert cache.insert(layer_of(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
+    cache.insert(level_of(0, []))  # nothing more below the root that is gone
+    assert cache.levels == 0
+    cache.insert(level_of(-1, []))
+    assert cache.levels > 0
+    assert cache.insert(level_of(-1, [Candidate(1, -1, 3, -0.5, Role.PRIMARY)])) == 1
+    assert cache.insert(level_of(-1, [Candidate(2, 77, 3, -0.5, Role.PRIMARY)])) == 0
     assert cache.counts["orphan"] == 1
 
 
-def test_late_layers_find_their_parents_by_text() -> None:
+def test_late_levels_find_their_parents_by_text() -> None:
     def insert(*nodes: tuple[int, int, int]) -> int:
-        return cache.insert(layer_of(0, [Candidate(*node, -0.5, Role.PRIMARY) for node in nodes]))
+        return cache.insert(level_of(0, [Candidate(*node, -0.5, Role.PRIMARY) for node in nodes]))
 
     cache = CandidateCache(5)
     cache.correct(cache.query(9), Verdict([0], 7), 1)
@@ -150,8 +150,8 @@ def test_late_layers_find_their_parents_by_text() -> None:
     assert insert((11, 7, 0), (12, 1, 5)) == 1
     assert cache.query(9).tokens == [4, 2, 1, 6, 0]
     cache.correct(cache.query(9), Verdict([0], 9), 9)
-    cache.insert(CandidateLayer(-3, layer_of(-3, [Candidate(21, 20, 3, -0.5, Role.PRIMARY)]).nodes, alias=20))
-    assert cache.query(9).tokens == [9, 3], "the layer in which 20 was drafted is lost"
+    cache.insert(CandidateLevel(-3, level_of(-3, [Candidate(21, 20, 3, -0.5, Role.PRIMARY)]).nodes, alias=20))
+    assert cache.query(9).tokens == [9, 3], "the level in which 20 was drafted is lost"
     assert cache.next_id == 22
 
 
@@ -160,7 +160,7 @@ def test_written_tokens_and_their_ids_are_forgotten(monkeypatch: pytest.MonkeyPa
     cache, aliases = CandidateCache(5), 0
     for number in range(40):
         if number < 30:
-            cache.insert(layer_of(-number, [Candidate(number + 1, -max(number - 3, 0), 1, -0.5, Role.PRIMARY)]))
+            cache.insert(level_of(-number, [Candidate(number + 1, -max(number - 3, 0), 1, -0.5, Role.PRIMARY)]))
         aliases = max(aliases, len(cache._aliases))
         cache.correct(cache.query(1), Verdict([0], 1 if number % 2 else 2), 1)
     assert len(cache._next) == 8
@@ -170,22 +170,22 @@ def test_written_tokens_and_their_ids_are_forgotten(monkeypatch: pytest.MonkeyPa
     assert not cache._aliases
 
 
-def test_a_stale_layer_is_dropped_without_a_search_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_level_is_dropped_without_a_search_for_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, searches, find = CandidateCache(5), Counter[str](), TokenTree.find
     cache._aliases = {-number: 0 for number in range(2, 300)}
     monkeypatch.setattr(TokenTree, "find", lambda tree, node_id: searches.update(["all"]) or find(tree, node_id))
     cache.correct(cache.query(1), Verdict([0], 7), 1)
     chain = [Candidate(number, number - 1, 8, -0.5, Role.PRIMARY) for number in range(1, 300)]
-    assert cache.insert(layer_of(0, chain)) == 0
+    assert cache.insert(level_of(0, chain)) == 0
     assert cache.counts["orphan"] == 299
     assert searches["all"] < 5
 
 
-def test_a_wait_ends_if_the_drafter_gave_up_before_its_layers_were_counted() -> None:
+def test_a_wait_ends_if_the_drafter_gave_up_before_its_levels_were_counted() -> None:
     cache = CandidateCache(5)
-    cache.insert(layer_of(0, []))  # nothing more below this root
-    assert cache.has_grown(cache.layers + 1)
-    cache.wait(cache.layers + 1, 3600.0)
+    cache.insert(level_of(0, []))  # nothing more below this root
+    assert cache.has_grown(cache.levels + 1)
+    cache.wait(cache.levels + 1, 3600.0)
 
 
 def test_a_worker_leaves_other_threads_their_cores() -> None:

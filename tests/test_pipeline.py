@@ -167,7 +167,9 @@ def difference(found: Ranks, rounds: int = 16) -> str | None:
                 return f"hidden states in round {turn}"
             scores = [tensor_of(output.logits) for output in (one, two)]
         else:
-            scores = [tensor_of(model.score_sparse(own).wide()) for model, own in zip(models(found), parts, strict=True)]
+            scores = [
+                tensor_of(model.score_sparse(own).wide()) for model, own in zip(models(found), parts, strict=True)
+            ]
         if not torch.equal(*scores):
             return f"logits in round {turn}"
         if turn == rounds // 2:

@@ -88,7 +88,7 @@ class World:
                 self.costs.record_round(1, rows, emitted, seconds, drafting)
                 self.seconds, self.written = self.seconds + seconds, self.written + emitted
                 self.lag += emitted
-                self.place.batch.layers.clear()
+                self.place.batch.levels.clear()
                 drafting, ask = 0.0, coroutine.send(TokenTree(RIGHT))
         return self.written * PASS / self.seconds
 
@@ -201,7 +201,7 @@ def test_a_few_bad_rounds_do_not_end_a_draft_that_pays() -> None:
 
 
 @pytest.mark.parametrize("row", [0.0, 0.6])
-def test_a_layer_promises_less_below_four_unlikely_leaves_than_below_a_likely_one(row: float) -> None:
+def test_a_level_promises_less_below_four_unlikely_leaves_than_below_a_likely_one(row: float) -> None:
     """If rows cost time: each child is as unlikely as its leaf, and has its price."""
     found = []
     for chances in ((0.8,), (0.2, 0.2, 0.2, 0.2)):
@@ -231,8 +231,8 @@ def test_a_long_prompt_is_not_read_for_a_few_tokens(left: int, is_read: bool) ->
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 6])
-def test_no_layer_is_planned_that_cannot_be_written(left: int) -> None:
-    """The target itself writes the last token, so that many layers that would pay are one less than what is left."""
+def test_no_level_is_planned_that_cannot_be_written(left: int) -> None:
+    """The target itself writes the last token, so that many levels that would pay are one less than what is left."""
     costs = costs_of((1, 6.0), (4, 6.0), (8, 6.0), (16, 6.0), samples=3)
     costs.record_draft(DRAFT, 0.01, 1)
     planner = planner_of(costs, DRAFT)
@@ -249,7 +249,7 @@ def test_no_layer_is_planned_that_cannot_be_written(left: int) -> None:
     assert len(planner.chosen(tree)) == max(left - 1, 1), "what a drafter adds below that is not verified"
 
 
-def test_a_layer_has_no_parents_where_the_text_ends() -> None:
+def test_a_level_has_no_parents_where_the_text_ends() -> None:
     """Copies that reach the end: the model extends what is above."""
     planner = planner_of(costs_of((1, 6.0), (8, 6.0)), COPIES, DRAFT)
     tree = tree_of(COPIES, 0.9)
@@ -376,17 +376,17 @@ def test_nodes_with_small_chances_are_not_verified_if_rows_cost_time() -> None:
 
 
 @pytest.mark.parametrize("row", [0.59, 0.6, 0.7])
-def test_rounds_whose_rows_cost_as_much_as_a_layer_adds_teach_nothing(row: float) -> None:
+def test_rounds_whose_rows_cost_as_much_as_a_level_adds_teach_nothing(row: float) -> None:
     """A busy machine may make rows look so dear; the estimates stay within what a stored profile may contain."""
     planner = planner_of(costs_of((1, 6.0), (2, 7.8), (4, 11.4), samples=3), DRAFT, budget=8)
     planner.begin()
-    yields = planner.models[0].yields
-    before = yields.state_dict()
+    gains = planner.models[0].gains
+    before = gains.state_dict()
     planner._row, planner._reached = row, 0.02  # a chance that was estimated to be above 1, less the price of a row
     planner.grown(tree_of(DRAFT, 0.6), planner.models[0])
-    assert yields.state_dict() == before
-    yields.learn(0, -3.0, 0.5)
-    assert min(yields.state_dict()) >= 0.0
+    assert gains.state_dict() == before
+    gains.learn(0, -3.0, 0.5)
+    assert min(gains.state_dict()) >= 0.0
 
 
 def test_requests_share_the_rows_that_cost_little() -> None:
@@ -427,7 +427,7 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
     assert asked > 150 if is_asked else 1 < asked < 20, asked
 
 
-def test_a_layer_that_few_requests_usually_grow_costs_each_of_them_more() -> None:
+def test_a_level_that_few_requests_usually_grow_costs_each_of_them_more() -> None:
     costs = costs_of((4, 6.0), (8, 6.0), samples=3, requests=4)
     planner = planner_of(costs, DRAFT, requests=4)
     model = planner.models[0]
@@ -435,7 +435,7 @@ def test_a_layer_that_few_requests_usually_grow_costs_each_of_them_more() -> Non
         costs.record_draft(DRAFT, 0.5, width, 4)
         costs.record_draft(DRAFT, 0.5, width, 4)
     planner.begin()
-    model.layers, planner._context.batch.layers = 1, [4]
+    model.levels, planner._context.batch.levels = 1, [4]
     shared = planner._step_price(model)
     for _ in range(40):
         costs.sharing(4, 1).learn(1, 4)
@@ -485,7 +485,7 @@ def steps_of_a_bad_model(requests: int, answers: int) -> int:
                 planner.grown(tree, planner.models[0])
             planner.learn(tree, [0])
             costs.record_round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
-            planner._context.batch.layers.clear()
+            planner._context.batch.levels.clear()
     return asked
 
 

@@ -57,7 +57,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 class UnwaitableCache(CandidateCache):
     """A cache that fails when the target waits for it."""
 
-    def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
+    def wait(self, levels: int, seconds: float, depth: int = 0) -> None:
         raise AssertionError("the target waited for a drafter that is not built yet")
 
 
@@ -186,7 +186,7 @@ def test_an_ngram_drafter_needs_no_model_in_the_child() -> None:
             while run.finish_reason is None:
                 engine.step()
                 if run.finish_reason is None and run.unread <= 0:
-                    until(lambda: run.context.candidates.layers > 0, "an answer of the drafter's")
+                    until(lambda: run.context.candidates.levels > 0, "an answer of the drafter's")
 
         within(SECONDS, finish)
         assert sum(step.accepted for step in run.history.steps) > 100

@@ -28,10 +28,10 @@ from links import OWN, at, drafting, tls_files, trust, worker_of
 from processes import REQUESTS, TABLE, TEXTS, Drive, driven, nothing_left, num_descriptors, run_script, until
 
 from outpace.card import wire
-from outpace.card.cache import CandidateLayer, Correction
+from outpace.card.cache import CandidateLevel, Correction
 from outpace.card.link import MAX_MESSAGE, Address, Outbox, authenticator, read_address
 from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives
-from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Layer
+from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Level
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.card.remote import DrafterConnection, LinkError, RemoteWorker
 from outpace.card.wire import Identity, ProtocolError, SentRequest
@@ -84,7 +84,7 @@ def test_the_round_trip_is_measured_and_not_awaited_after_a_miss() -> None:
         until(lambda: worker.round_trip_seconds > 0, "a measurement")
         assert 0.1 <= worker.round_trip_seconds < 1.0
         waits = []
-        worker.wait = lambda cache, layers, depth=0: waits.append(cache.missed)  # type: ignore[method-assign]
+        worker.wait = lambda cache, levels, depth=0: waits.append(cache.missed)  # type: ignore[method-assign]
         outcome = within(SECONDS, partial(decode, REQUESTS[:2], "card", worker=worker, target=SlowToy(16, 3, 0)))
         assert outcome.texts == TEXTS[:2]
         assert True not in waits
@@ -466,7 +466,7 @@ def test_random_bytes_on_the_port_do_no_harm(count: int) -> None:
         assert driven(worker, work) == []
 
 
-GOOD = Layer(key=1, id_steps=[1, 1], parent_steps=[1, 1], tokens=[1, 2], roles=[0, 1], log_probs=[-0.5, -1.0])
+GOOD = Level(key=1, id_steps=[1, 1], parent_steps=[1, 1], tokens=[1, 2], roles=[0, 1], log_probs=[-0.5, -1.0])
 
 
 @pytest.mark.parametrize(
@@ -486,40 +486,40 @@ GOOD = Layer(key=1, id_steps=[1, 1], parent_steps=[1, 1], tokens=[1, 2], roles=[
         ({"alias": -4}, "alias"),
     ],
 )
-def test_an_invalid_layer_is_refused(changes: dict[str, Any], says: str) -> None:
-    bad = Layer()
+def test_an_invalid_level_is_refused(changes: dict[str, Any], says: str) -> None:
+    bad = Level()
     bad.CopyFrom(GOOD)
     for name, value in changes.items():
         bad.ClearField(name)
         getattr(bad, name).extend(value) if isinstance(value, list) else setattr(bad, name, value)
-    assert wire.read_layer(GOOD, 16).nodes.columns() == ([1, 2], [0, 1], [1, 2], [0, 1], [-0.5, -1.0])
+    assert wire.read_level(GOOD, 16).nodes.columns() == ([1, 2], [0, 1], [1, 2], [0, 1], [-0.5, -1.0])
     with pytest.raises(ProtocolError, match=says):
-        wire.read_layer(bad, 16)
+        wire.read_level(bad, 16)
 
 
 def test_a_million_nodes_are_refused() -> None:
-    limit, layer = wire.LayerLimit(), wire.read_layer(GOOD, 16)
+    limit, level = wire.LevelLimit(), wire.read_level(GOOD, 16)
 
     def count_all() -> None:
         for _ in range(1_000_000):
-            limit.count(1, layer)
+            limit.count(1, level)
 
     with pytest.raises(ProtocolError, match="more than 65536 nodes"):
         count_all()
 
 
-def test_invalid_layers_end_their_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers are spoiled at random; the text stays the target's."""
-    chance, encode = random.Random(3), wire.layer_message
+def test_invalid_levels_end_their_link_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some levels are spoiled at random; the text stays the target's."""
+    chance, encode = random.Random(3), wire.level_message
 
-    def spoil(key: int, layer: CandidateLayer) -> Layer:
-        message = encode(key, layer)
+    def spoil(key: int, level: CandidateLevel) -> Level:
+        message = encode(key, level)
         if message.tokens and chance.random() < 0.02:
             name = chance.choice(["tokens", "log_probs", "id_steps", "roles"])
             getattr(message, name)[0] = 1 << 20 if name == "tokens" else 7
         return message
 
-    monkeypatch.setattr("outpace.cluster.draft_thread.layer_message", spoil)
+    monkeypatch.setattr("outpace.cluster.draft_thread.level_message", spoil)
     with drafting() as (_, relay):
         worker = worker_of(relay)
 
@@ -563,10 +563,10 @@ def test_a_root_with_the_id_of_another_node_does_not_end_the_drafter(tiny_folder
     loop.post(Open(1, make_request([5, 6, 7], max_tokens=200)))
     chance = random.Random(4)
     for length in range(1, 31):
-        nodes = [node for _ in range(3) for _, layer in loop.grow() for node in layer.nodes.columns()[0]]
+        nodes = [node for _ in range(3) for _, level in loop.grow() for node in level.nodes.columns()[0]]
         loop.post(Correct(1, Correction([chance.randrange(3, 90)], length, chance.choice(nodes))))
-    [(_, layer)] = loop.grow()
-    assert len(layer.nodes) > 0
+    [(_, level)] = loop.grow()
+    assert len(level.nodes) > 0
 
 
 def test_long_requests_are_sent_in_several_messages() -> None:
@@ -579,16 +579,16 @@ def test_long_requests_are_sent_in_several_messages() -> None:
     assert max(message.ByteSize() for message in sent) < MAX_MESSAGE
 
 
-def test_a_layer_of_16_nodes_takes_about_10_bytes_a_node() -> None:
+def test_a_level_of_16_nodes_takes_about_10_bytes_a_node() -> None:
     tree = TokenTree(5, next_id=10_000)
     for number in range(16):
         tree.add(number // 2, 40_000 + number, -0.1 * number - 0.1)
-    layer = CandidateLayer(-3, tree.delta(1))
-    message = wire.layer_message(7, layer)
+    level = CandidateLevel(-3, tree.delta(1))
+    message = wire.level_message(7, level)
     assert message.ByteSize() / 16 < 12
-    found = wire.read_layer(Layer.FromString(message.SerializeToString()), 50_000)
+    found = wire.read_level(Level.FromString(message.SerializeToString()), 50_000)
     assert found.root_id == -3
-    for mine, theirs in zip(layer.nodes.columns(), found.nodes.columns(), strict=True):
+    for mine, theirs in zip(level.nodes.columns(), found.nodes.columns(), strict=True):
         assert theirs == pytest.approx(mine)
 
 
@@ -598,7 +598,7 @@ def test_a_layer_of_16_nodes_takes_about_10_bytes_a_node() -> None:
         ([], 0, -1, "a correction to length 0"),
         ([1], 2, -1, "where 1 was expected"),
         ([1], 1, 0, "root 0"),
-        ([1], 1, 3, "root 3 was sent, and no layer had this node"),
+        ([1], 1, 3, "root 3 was sent, and no level had this node"),
         ([16], 1, -1, "token 16"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 import reference
 import torch
-from doubles import Candidate, QuickToy, layer_of, make_drafter, make_request, write
+from doubles import Candidate, QuickToy, level_of, make_drafter, make_request, write
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
@@ -117,13 +117,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.next_id += 1
             nodes.append(candidate)
             self.texts[candidate.node_id] = *self.texts[candidate.parent_id], token
-        before = self.cache.layers, self.cache.counts["orphan"]
-        added = self.cache.insert(layer_of(self.root, nodes))
+        before = self.cache.levels, self.cache.counts["orphan"]
+        added = self.cache.insert(level_of(self.root, nodes))
         places = {node.node_id: self.grow(node) for node in nodes if node.parent_id in self.live}
         places |= {node.node_id: self.grow(node) for node in nodes if node.node_id not in places}
         assert added == [*places.values()].count("new")
         orphans = [*places.values()].count("orphan")
-        assert (self.cache.layers, self.cache.counts["orphan"]) == (before[0] + (added > 0), before[1] + orphans)
+        assert (self.cache.levels, self.cache.counts["orphan"]) == (before[0] + (added > 0), before[1] + orphans)
 
     def grow(self, node: Candidate) -> str:
         """Put a node where its text is, if that continues the written text and no other node has it."""
@@ -138,7 +138,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(is_stale=st.booleans())
     def offer_nothing(self, is_stale: bool) -> None:
         before = self.cache.counts["exhausted"]
-        assert self.cache.insert(layer_of(self.root + 1000 * is_stale, ())) == 0
+        assert self.cache.insert(level_of(self.root + 1000 * is_stale, ())) == 0
         assert self.cache.counts["exhausted"] == before + (not is_stale)
         self.cache.wait(10**6 if not is_stale else 0, 60.0)  # who waits is let go
 
@@ -210,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.texts[root] = text
         assert correction == (written, len(self.texts[root]) - 1, root)
         self.move(root, written[-1])
-        assert (self.cache.missed, self.cache.layers) == (kind == "miss", 0)
+        assert (self.cache.missed, self.cache.levels) == (kind == "miss", 0)
 
     def move(self, root: int, token: int) -> None:
         """What does not hang below the new root is dead."""

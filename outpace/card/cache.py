@@ -1,4 +1,4 @@
-"""The candidate cache of one request: the drafter inserts layers, the target queries it and corrects its direction.
+"""The candidate cache of one request: the drafter inserts levels, the target queries it and corrects its direction.
 
 CARD, arXiv:2508.04462, has two caches. C, the primary one, holds the K best new nodes of each draft step; B, the
 secondary one, holds the other nodes that the step added. Here both are one tree: a node's `Role` says which cache it
@@ -21,12 +21,12 @@ from outpace_kernels import NodeDelta
 from outpace.core.tree import UNLIMITED, Role, TokenTree, best_chain
 from outpace.core.types import Verdict
 
-_UNLIMITED = 1 << 30  # number of layers after the drafter gave up, so that all waits end
-_REMEMBERED = 512  # latest written tokens whose ids are kept, to match late layers
+_UNLIMITED = 1 << 30  # number of levels after the drafter gave up, so that all waits end
+_REMEMBERED = 512  # latest written tokens whose ids are kept, to match late levels
 
 
-class CandidateLayer(NamedTuple):
-    """A message from the drafter: the nodes that it added below `root_id` since its last layer, parents first. A layer
+class CandidateLevel(NamedTuple):
+    """A message from the drafter: the nodes that it added below `root_id` since its last level, parents first. A level
     without nodes says that it adds no more below this root.
 
     `nodes` has the columns ids, ids of the parents, tokens, roles, and the log of the estimated probability that the
@@ -62,7 +62,7 @@ class CandidateCache:
     lock: a plain one, because an interrupt may leave a `Condition` locked.
 
     Ids are never reused: those of drafted nodes count up from 1, those of roots after a miss count down from -1. A
-    layer may be older than the last corrections, so its nodes are matched by text: a token that was written in the
+    level may be older than the last corrections, so its nodes are matched by text: a token that was written in the
     meantime, or drafted twice, is one node with several ids. Nodes that do not continue the written text are dropped.
     `counts` counts where the next roots were found ("primary", "secondary", "late", "miss"), dropped nodes ("orphan"),
     and how often the drafter stopped adding nodes below a root ("exhausted").
@@ -75,7 +75,7 @@ class CandidateCache:
         self._tree.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._news = threading.Lock()  # released when something was inserted
-        self.layers = 0  # inserted since the last correction
+        self.levels = 0  # inserted since the last correction
         self._seen = 0  # number of nodes at the last query
         self._length = 0  # number of written tokens
         self._next: dict[int, tuple[int, int]] = {}  # by id of a written token: the next token, and its id
@@ -95,27 +95,27 @@ class CandidateCache:
         with self._lock:
             return max(self._tree.next_id, *(alias + 1 for alias in self._aliases), 1)
 
-    def insert(self, layer: CandidateLayer) -> int:
-        """Insert the nodes of a layer that continue the written text; return how many are new. Called by the drafter's
+    def insert(self, level: CandidateLevel) -> int:
+        """Insert the nodes of a level that continue the written text; return how many are new. Called by the drafter's
         side. Raise ValueError for a token outside the vocabulary."""
         with self._lock:
-            if layer.alias is not None:
-                self._aliases[layer.alias] = layer.root_id
-            if not layer.nodes and layer.root_id == self._tree.ids[0]:
+            if level.alias is not None:
+                self._aliases[level.alias] = level.root_id
+            if not level.nodes and level.root_id == self._tree.ids[0]:
                 self._give_up()
-            added = self._tree.insert(layer.nodes)[0]
-            if added < len(layer.nodes):
-                added += self._insert_by_text(layer.nodes)
-            self.layers += added > 0
+            added = self._tree.insert(level.nodes)[0]
+            if added < len(level.nodes):
+                added += self._insert_by_text(level.nodes)
+            self.levels += added > 0
             self._notify()
             return added
 
     def _insert_by_text(self, nodes: NodeDelta) -> int:
-        """Insert those nodes of a layer that are not in the tree yet. Their parents are found by the text that leads to
+        """Insert those nodes of a level that are not in the tree yet. Their parents are found by the text that leads to
         them. Return how many are new."""
         tree, before, gone, orphans = self._tree, len(self._tree), set[int](), 0
         for node_id, parent_id, token, role, log_prob in zip(*nodes.columns(), strict=True):
-            if parent_id not in gone:  # else there is nothing to find, as in most of a stale layer
+            if parent_id not in gone:  # else there is nothing to find, as in most of a stale level
                 if tree.find(node_id) is not None:
                     continue
                 place = self._aliases.get(parent_id, parent_id)
@@ -140,7 +140,7 @@ class CandidateCache:
     @property
     def is_given_up(self) -> bool:
         """Whether the drafter adds no more below this root."""
-        return self.layers >= _UNLIMITED
+        return self.levels >= _UNLIMITED
 
     def best_chances(self, count: int, leaves: bool = False) -> list[float]:
         """Return estimated probabilities that the target reaches the best `count` candidates, best first; `leaves`: of
@@ -212,20 +212,20 @@ class CandidateCache:
                 if node in self._next or self._tree.find(node) is not None
             }
 
-    def has_grown(self, layers: int, depth: int = 0) -> bool:
-        """Whether `layers` layers came since the last correction and the tree reaches `depth` below the root; or the
+    def has_grown(self, levels: int, depth: int = 0) -> bool:
+        """Whether `levels` levels came since the last correction and the tree reaches `depth` below the root; or the
         drafter gave up."""
-        if self.is_given_up:  # also if it did so after the caller had counted the layers
+        if self.is_given_up:  # also if it did so after the caller had counted the levels
             return True
-        if self.layers < layers or not depth:
-            return self.layers >= layers
+        if self.levels < levels or not depth:
+            return self.levels >= levels
         with self._lock:
             return self._tree.deepest >= depth
 
-    def wait(self, layers: int, seconds: float, depth: int = 0) -> None:
+    def wait(self, levels: int, seconds: float, depth: int = 0) -> None:
         """Wait until `has_grown` holds, for at most this many seconds."""
         deadline = time.monotonic() + seconds
-        while not self.has_grown(layers, depth) and (left := deadline - time.monotonic()) > 0:
+        while not self.has_grown(levels, depth) and (left := deadline - time.monotonic()) > 0:
             self._news.acquire(timeout=left)
 
     def give_up(self) -> None:
@@ -247,10 +247,10 @@ class CandidateCache:
 
     def _give_up(self) -> None:
         self.counts["exhausted"] += 1
-        self.layers = _UNLIMITED
+        self.levels = _UNLIMITED
 
     def _move(self, root: int | None, token: int) -> None:
-        self.layers = 0
+        self.levels = 0
         self.missed = root is None
         if root is None:
             self.epoch += 1

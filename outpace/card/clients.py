@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from outpace.card.cache import CandidateCache, CandidateLayer
+from outpace.card.cache import CandidateCache, CandidateLevel
 from outpace.card.loop import Close, Message
 from outpace.card.restarting import DrafterTimes
 from outpace.card.worker import DraftWorker
@@ -28,23 +28,23 @@ class DraftingClient(DrafterTimes, ABC):
     def post(self, message: Message) -> None:
         """Queue a message to the client; returns at once."""
 
-    def insert(self, layers: Sequence[CandidateLayer], seconds: float) -> None:
-        """Insert layers from the client; drop those that arrive before the engine has opened the request.
+    def insert(self, levels: Sequence[CandidateLevel], seconds: float) -> None:
+        """Insert levels from the client; drop those that arrive before the engine has opened the request.
 
         `seconds`: duration of its draft step.
         """
         self._num_received += 1
-        for layer in layers:
+        for level in levels:
             if self.cache is not None:
-                self.cache.insert(layer)
-        if layers:
+                self.cache.insert(level)
+        if levels:
             self.step_seconds += 0.1 * (seconds - self.step_seconds)
 
-    def wait(self, layers: int, depth: int) -> None:
-        """Wait for the client's layers, for a time that becomes shorter if none come."""
+    def wait(self, levels: int, depth: int) -> None:
+        """Wait for the client's levels, for a time that becomes shorter if none come."""
         if self.cache is None or self.has_left:
             return
-        has_grown = self._wait_for(self.cache, layers, depth, self._longest_wait)
+        has_grown = self._wait_for(self.cache, levels, depth, self._longest_wait)
         if has_grown is not None:
             self._longest_wait = LONGEST_WAIT if has_grown else self._longest_wait / 2
 
@@ -80,12 +80,12 @@ class ClientWorker(DraftWorker):
         super().open(key, request, cache)
 
     def client_of(self, cache: CandidateCache) -> DraftingClient | None:
-        """Return the client whose layers go to a cache."""
+        """Return the client whose levels go to a cache."""
         return next((client for client in self._by_key.values() if client.cache is cache), None)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
         if (client := self.client_of(cache)) is not None:
-            client.wait(layers, depth)
+            client.wait(levels, depth)
 
     def round_trip_of(self, cache: CandidateCache) -> float:
         client = self.client_of(cache)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.card.cache import CandidateCache, CandidateLayer
+from outpace.card.cache import CandidateCache, CandidateLevel
 from outpace.card.loop import Message, Open
 from outpace.card.worker import ObservedModel, SameThreadWorker
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
 
-Layers = Sequence[tuple[int, CandidateLayer]]
+Levels = Sequence[tuple[int, CandidateLevel]]
 
 
 @dataclass
@@ -42,9 +42,9 @@ class SimulatedClock:
 
 
 class InlineWorker(SameThreadWorker):
-    """Runs the drafter on the simulated clock. Layers that reach the target before its pass ends are late candidates.
+    """Runs the drafter on the simulated clock. Levels that reach the target before its pass ends are late candidates.
 
-    A message or a layer is under way for `clock.delay`, except the start of a request, which the drafter reads while
+    A message or a level is under way for `clock.delay`, except the start of a request, which the drafter reads while
     the target reads the prompt. A forward that is running when a correction arrives is published at its end.
     """
 
@@ -52,8 +52,8 @@ class InlineWorker(SameThreadWorker):
         super().__init__(drafter)
         self.clock = clock or SimulatedClock()
         self._sent = deque[tuple[float, Message]]()  # to the drafter, by time of arrival
-        self._running: tuple[float, Layers] | None = None  # end of the forward, its layers
-        self._arriving = deque[tuple[float, Layers]]()  # at the target
+        self._running: tuple[float, Levels] | None = None  # end of the forward, its levels
+        self._arriving = deque[tuple[float, Levels]]()  # at the target
 
     @property
     def round_trip_seconds(self) -> float:
@@ -63,7 +63,7 @@ class InlineWorker(SameThreadWorker):
         return ObservedModel(target, self._run_during)
 
     def _run_during(self, rows: int) -> None:
-        """Move the clock over a target pass, and publish the layers that arrive during it."""
+        """Move the clock over a target pass, and publish the levels that arrive during it."""
         clock, busy = self.clock, self.clock.draft_busy
         seconds = clock.target_seconds(rows)
         end = clock.now + seconds
@@ -74,10 +74,10 @@ class InlineWorker(SameThreadWorker):
         if clock.shared:
             self._delay(clock.draft_busy - busy)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        answer, left = self.clock.now + self.round_trip_seconds, 2 * max(layers, depth)
-        # Layers for an older root or for other requests may come first; those before `answer` do not count.
-        while left and not cache.has_grown(layers, depth) and self._publish_next():
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
+        answer, left = self.clock.now + self.round_trip_seconds, 2 * max(levels, depth)
+        # Levels for an older root or for other requests may come first; those before `answer` do not count.
+        while left and not cache.has_grown(levels, depth) and self._publish_next():
             left -= self.clock.now >= answer
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ class InlineWorker(SameThreadWorker):
         queue.append((max(arrival, queue[-1][0]) if queue else arrival, message))
 
     def _publish_next(self, end: float = math.inf) -> bool:
-        """Move the clock to the next arrival of layers and publish them, unless that is after `end`; return whether
+        """Move the clock to the next arrival of levels and publish them, unless that is after `end`; return whether
         there were any."""
         while not (self._arriving and self._arriving[0][0] <= self.clock.now):
             self._start()
@@ -119,11 +119,11 @@ class InlineWorker(SameThreadWorker):
             return
         while self._sent and self._sent[0][0] <= self.clock.now:
             super()._post(self._sent.popleft()[1])
-        if layers := self._grow():
+        if levels := self._grow():
             seconds = self.clock.draft_seconds()
             self._count_step(seconds)
             self._loop.learn_time(seconds)
-            self._running = (self.clock.now + seconds, layers)
+            self._running = (self.clock.now + seconds, levels)
 
     def _move_to(self, now: float) -> None:
         """Move the clock, and count the time of a forward under way."""

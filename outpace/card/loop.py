@@ -1,5 +1,5 @@
 """The drafter's side of CARD: applies corrections between forwards, grows the trees of all requests, returns new
-layers."""
+levels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from traceback import clear_frames
 from typing import Any, NamedTuple
 
-from outpace.card.cache import CandidateLayer, Correction
+from outpace.card.cache import CandidateLevel, Correction
 from outpace.core.drafting import NO_NEEDS, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
@@ -66,7 +66,7 @@ Message = Open | Correct | SetDirectives | Pause | Resume | Close
 class DraftedRequest:
     """One request on the drafter's side. Its root may be older than the target's, never the reverse. `root_id`: the
     target's id of the root. `length`: number of the answer's tokens that the drafter knows. `published`: number of
-    nodes that were returned in layers. `layers`: number of layers grown since the last directives."""
+    nodes that were returned in levels. `levels`: number of levels grown since the last directives."""
 
     state: Any
     tree: TokenTree
@@ -74,7 +74,7 @@ class DraftedRequest:
     length: int = 0
     published: int = 1
     idle: bool = False  # nothing to add, or all directives done; a message wakes it
-    layers: int = 0
+    levels: int = 0
     reads_text: bool = True  # the next step reads text before it drafts
 
     def limit_depth(self) -> None:
@@ -84,8 +84,8 @@ class DraftedRequest:
     @property
     def is_done(self) -> bool:
         """Whether all nodes were published, and the directives say to stop growing."""
-        layers, depth = self.state.directives[:2]
-        is_grown = (layers is not None and self.layers >= layers) or 0 < depth <= self.tree.deepest
+        levels, depth = self.state.directives[:2]
+        is_grown = (levels is not None and self.levels >= levels) or 0 < depth <= self.tree.deepest
         return is_grown and self.published == len(self.tree)
 
 
@@ -140,9 +140,9 @@ class DraftLoop:
         self._requests: dict[int, DraftedRequest] = {}
         self.inbox: SimpleQueue[Message | None] = SimpleQueue()  # None only ends a wait
 
-    def grow(self) -> list[tuple[int, CandidateLayer]]:
-        """Read the messages and grow the trees that can grow. Return the new layers by request; none at all if there is
-        nothing to do. A layer without nodes says that the tree grows no more before the next correction."""
+    def grow(self) -> list[tuple[int, CandidateLevel]]:
+        """Read the messages and grow the trees that can grow. Return the new levels by request; none at all if there is
+        nothing to do. A level without nodes says that the tree grows no more before the next correction."""
         self._read_inbox()
         chosen = self._next()
         if not chosen:
@@ -200,7 +200,7 @@ class DraftLoop:
         """Set the most nodes that the next step expands for a request, by their measured cost; return it."""
         directives, tree = drafted.state.directives, drafted.tree
         most = min(directives.width or self._width, self._width)
-        if directives.outcomes or directives.in_layers:
+        if directives.outcomes or directives.in_levels:
             tree.width = most
         else:
             tree.width = min(most, self._times.trial_width) or tree.best_width(most, *self._times.line)
@@ -213,14 +213,14 @@ class DraftLoop:
             self._requests[key] = self._requests.pop(key)
         return chosen
 
-    def _publish(self, drafted: DraftedRequest) -> CandidateLayer:
+    def _publish(self, drafted: DraftedRequest) -> CandidateLevel:
         """Return the nodes of a tree that were not published yet."""
         tree, start = drafted.tree, drafted.published
         drafted.published, drafted.reads_text = len(tree), False
-        drafted.layers += len(tree) > start
+        drafted.levels += len(tree) > start
         drafted.idle = len(tree) == start or drafted.is_done
         own_id = tree.ids[0]
-        return CandidateLayer(drafted.root_id, tree.delta(start), own_id if own_id != drafted.root_id else None)
+        return CandidateLevel(drafted.root_id, tree.delta(start), own_id if own_id != drafted.root_id else None)
 
     def _read_inbox(self) -> None:
         while not self.inbox.empty():  # only this thread takes messages out
@@ -238,7 +238,7 @@ class DraftLoop:
                 self.drafter.close(drafted.state)
         elif isinstance(message, SetDirectives):
             drafted = self._requests[message.key]
-            drafted.state.directives, drafted.layers = message.directives, 0
+            drafted.state.directives, drafted.levels = message.directives, 0
             drafted.idle = drafted.is_done
         elif isinstance(message, Pause):
             drafted = self._requests[message.key]
@@ -253,7 +253,7 @@ class DraftLoop:
     def _follow(self, drafted: DraftedRequest, correction: Correction) -> None:
         """Walk the new tokens in the request's own tree and keep what lies below them; if they are not there, only the
         new root exists. If the target gave the root a new id, it lacks the nodes below, although they may have been
-        published: their layer is under way or lost, so they are published again."""
+        published: their level is under way or lost, so they are published again."""
         tokens = correction.tokens[max(len(correction.tokens) + drafted.length - correction.length, 0) :]
         if not tokens:  # the same correction came twice
             return

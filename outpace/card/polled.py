@@ -35,9 +35,9 @@ class PolledWorker(SameThreadWorker):
     def wrap_target(self, target: Any) -> ObservedModel:
         return ObservedModel(target, self._draft_during)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        for _ in range(2 * max(layers, depth)):  # steps for other requests may come first
-            if cache.has_grown(layers, depth) or not self._step():
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
+        for _ in range(2 * max(levels, depth)):  # steps for other requests may come first
+            if cache.has_grown(levels, depth) or not self._step():
                 break
 
     def _draft_during(self, rows: int) -> None:
@@ -49,12 +49,12 @@ class PolledWorker(SameThreadWorker):
         """Take one draft step; return whether there was one to take."""
         start = time.perf_counter()
         self._loop.drafter.capabilities.limit_threads(self._threads)  # of the thread that steps the engine now
-        layers = self._grow()
-        if layers:
-            self._publish(layers)
+        levels = self._grow()
+        if levels:
+            self._publish(levels)
             self._count_step(seconds := time.perf_counter() - start)
             self._loop.learn_time(seconds)
-        return bool(layers)
+        return bool(levels)
 
 
 def cuda_recorder(device: Any) -> Callable[[], PassEvent]:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from outpace.card.cache import CandidateLayer
+from outpace.card.cache import CandidateLevel
 from outpace.card.loop import DraftLoop, Message, Open
 from outpace.card.restarting import POLL_SECONDS, RestartingWorker
 from outpace.core import child_process
@@ -57,9 +57,9 @@ class Ready(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """New layers by request, and the seconds that they took."""
+    """New levels by request, and the seconds that they took."""
 
-    layers: Sequence[tuple[int, CandidateLayer]]
+    levels: Sequence[tuple[int, CandidateLevel]]
     seconds: float
 
 
@@ -100,10 +100,10 @@ class ChildLoop:
     def _draft(self, loop: DraftLoop) -> None:
         while True:
             began = time.perf_counter()
-            layers = loop.grow()
-            if layers:
+            levels = loop.grow()
+            if levels:
                 seconds = time.perf_counter() - began
-                self._send_message(Grown(layers, seconds))
+                self._send_message(Grown(levels, seconds))
                 loop.learn_time(seconds)
             elif not loop.has_work:
                 loop.wait()
@@ -226,7 +226,7 @@ class ProcessWorker(RestartingWorker):
         if isinstance(reply, Ready):
             self._set_ready(child)
         elif isinstance(reply, Grown):
-            self._publish(reply.layers)
+            self._publish(reply.levels)
             self._count_step(reply.seconds)
 
 

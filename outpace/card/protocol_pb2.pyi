@@ -121,22 +121,22 @@ class Correction(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., root_id: _Optional[int] = ...) -> None: ...
 
 class Directives(_message.Message):
-    __slots__ = ("layers", "depth", "width", "outcomes", "floor", "share", "in_layers")
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("levels", "depth", "width", "outcomes", "floor", "share", "in_levels")
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     FLOOR_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
-    IN_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    layers: int
+    IN_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    levels: int
     depth: int
     width: int
     outcomes: int
     floor: float
     share: float
-    in_layers: bool
-    def __init__(self, layers: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., outcomes: _Optional[int] = ..., floor: _Optional[float] = ..., share: _Optional[float] = ..., in_layers: bool = ...) -> None: ...
+    in_levels: bool
+    def __init__(self, levels: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., outcomes: _Optional[int] = ..., floor: _Optional[float] = ..., share: _Optional[float] = ..., in_levels: bool = ...) -> None: ...
 
 class Pause(_message.Message):
     __slots__ = ()
@@ -175,20 +175,20 @@ class Pong(_message.Message):
     def __init__(self, number: _Optional[int] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class FromDrafter(_message.Message):
-    __slots__ = ("hello", "layers", "seconds", "pong", "request")
+    __slots__ = ("hello", "levels", "seconds", "pong", "request")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    layers: _containers.RepeatedCompositeFieldContainer[Layer]
+    levels: _containers.RepeatedCompositeFieldContainer[Level]
     seconds: float
     pong: Pong
     request: Request
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., seconds: _Optional[float] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., levels: _Optional[_Iterable[_Union[Level, _Mapping]]] = ..., seconds: _Optional[float] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ...) -> None: ...
 
-class Layer(_message.Message):
+class Level(_message.Message):
     __slots__ = ("key", "root_id", "alias", "id_steps", "parent_steps", "tokens", "roles", "log_probs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROOT_ID_FIELD_NUMBER: _ClassVar[int]

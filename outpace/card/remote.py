@@ -15,7 +15,7 @@ from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
 from outpace.card.loop import Close, Correct, Message, Open
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Ping
 from outpace.card.restarting import POLL_SECONDS, RestartingWorker
-from outpace.card.wire import Identity, LayerLimit, ProtocolError, add_message, parser, read_layer, read_seconds
+from outpace.card.wire import Identity, LevelLimit, ProtocolError, add_message, parser, read_level, read_seconds
 from outpace.core.errors import UserError
 
 _PAUSES = (0.2, 1.0, 5.0)  # seconds before each retry; the last one is repeated
@@ -51,7 +51,7 @@ class RemoteWorker(RestartingWorker):
         `first_seconds` for the first one."""
         super().__init__(pauses, is_endless=True)
         self.address, self._own, self._key, self._patience = address, own, key, patience
-        self._limit = LayerLimit()
+        self._limit = LevelLimit()
         self._first = threading.Event()  # set when the first connection is ready or has failed
         self.drafter_name = ""
         self._first_seconds = first_seconds
@@ -123,11 +123,11 @@ class RemoteWorker(RestartingWorker):
             self._set_ready(connection)
             self._first.set()
             return None
-        layers = [(layer.key, read_layer(layer, self._own.num_tokens)) for layer in reply.layers]
-        for key, layer in layers:
-            self._limit.count(key, layer)
-        self._publish(layers)
-        if layers:
+        levels = [(level.key, read_level(level, self._own.num_tokens)) for level in reply.levels]
+        for key, level in levels:
+            self._limit.count(key, level)
+        self._publish(levels)
+        if levels:
             self._count_step(read_seconds(reply.seconds))
         if reply.HasField("pong") and (seconds := connection.trip(reply.pong.number)) is not None:
             self.note_trip(seconds)

@@ -23,7 +23,7 @@ from outpace.core.drafting import UNRESTRICTED, DraftDirectives
 from outpace.core.types import Request
 
 POLL_SECONDS = 0.5  # interval of checks whether the drafter answers and whether the program has ended
-PATIENCE = 2.0  # longest wait, in average forwards per requested layer
+PATIENCE = 2.0  # longest wait, in average forwards per requested level
 TRIP_SECONDS = 0.005  # plus a round trip of messages
 _NUM_TRIPS = 9  # the latest round trips, whose median counts
 
@@ -64,8 +64,8 @@ class DrafterTimes:
         """Record the duration of a round trip."""
         self._trips.append(seconds)
 
-    def _wait_for(self, cache: CandidateCache, layers: int, depth: int, longest: float = math.inf) -> bool | None:
-        """Wait for layers in a cache, at most `longest` seconds; return whether they came.
+    def _wait_for(self, cache: CandidateCache, levels: int, depth: int, longest: float = math.inf) -> bool | None:
+        """Wait for levels in a cache, at most `longest` seconds; return whether they came.
 
         After a wait that timed out without any message, return None at once until a message comes.
         """
@@ -73,8 +73,8 @@ class DrafterTimes:
         if received == self._silent_since:
             return None
         trip = TRIP_SECONDS + PATIENCE * self.round_trip_seconds
-        cache.wait(layers, min(PATIENCE * self.step_seconds * (max(layers, depth) + 1) + trip, longest), depth)
-        has_grown = cache.has_grown(layers, depth)
+        cache.wait(levels, min(PATIENCE * self.step_seconds * (max(levels, depth) + 1) + trip, longest), depth)
+        has_grown = cache.has_grown(levels, depth)
         if self._num_received == received and not has_grown:
             self._silent_since = received
         return has_grown
@@ -124,12 +124,12 @@ class RestartingWorker(DrafterTimes, DraftWorker):
     def is_working(self) -> bool:
         return super().is_working and self.is_ready
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
         """Wait for the drafter, but not for one that is not ready or does not know the request; see `_wait_for`."""
         ready = self._ready
         known = any(record.cache is cache and record.drafter is ready for record in self._requests.values())
         if ready is not None and known:
-            self._wait_for(cache, layers, depth)
+            self._wait_for(cache, levels, depth)
 
     def close(self) -> None:
         """End the drafter and wait for its end."""

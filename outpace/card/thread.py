@@ -16,7 +16,7 @@ from outpace.core.arrays import is_torch_loaded, torch
 from outpace.core.types import Drafter
 
 _POLL_SECONDS = 0.2  # how often an idle thread checks whether the program has ended
-_PATIENCE = 2.0  # longest wait, in average forwards per requested layer
+_PATIENCE = 2.0  # longest wait, in average forwards per requested level
 
 
 class ThreadWorker(DraftWorker):
@@ -49,9 +49,9 @@ class ThreadWorker(DraftWorker):
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         return 0 if self.failure else self._loop.drafter.capabilities.memory(lengths)
 
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
         if self.failure is None:
-            cache.wait(layers, _PATIENCE * self.step_seconds * (max(layers, depth) + 1), depth)
+            cache.wait(levels, _PATIENCE * self.step_seconds * (max(levels, depth) + 1), depth)
 
     def stop(self) -> None:
         self._stopping = True
@@ -91,9 +91,9 @@ class ThreadWorker(DraftWorker):
         while main.is_alive() and not self._stopping:
             self._resting = False
             start = time.perf_counter()
-            layers = self._loop.grow()
-            if layers:
-                self._publish(layers)
+            levels = self._loop.grow()
+            if levels:
+                self._publish(levels)
                 self._count_step(seconds := time.perf_counter() - start)
                 self._loop.learn_time(seconds)
             elif not self._loop.has_work:

@@ -18,10 +18,10 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 from outpace_kernels import NodeDelta
 
-from outpace.card.cache import CandidateLayer, Correction
+from outpace.card.cache import CandidateLevel, Correction
 from outpace.card.loop import Close, Correct, Message, Open, Pause, Resume, SetDirectives
 from outpace.card.protocol_pb2 import Correction as CorrectionMessage
-from outpace.card.protocol_pb2 import Directives, Event, FromTarget, Hello, Layer
+from outpace.card.protocol_pb2 import Directives, Event, FromTarget, Hello, Level
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.core import registry
 from outpace.core.drafting import DraftDirectives
@@ -34,7 +34,7 @@ from outpace.models.runtimes import Loaded
 
 M = TypeVar("M", bound=ProtobufMessage)
 PROTOCOL_VERSION = 1
-MAX_NODES = 1 << 16  # of a layer, and of a request between two corrections
+MAX_NODES = 1 << 16  # of a level, and of a request between two corrections
 MAX_PADDING = 1 << 20  # bytes of a ping
 LONGEST_TEXT = 1 << 20  # tokens
 LONGEST_STEP = 1.0  # seconds of a draft step that the other side may claim; waits are multiples of it
@@ -229,9 +229,9 @@ class SentRequest:
         self.request, self._length = request, 0
         self._last_root, self._next_id = 0, next_id
 
-    def note(self, layer: CandidateLayer) -> None:
-        """Remember the ids of a layer that is sent, since its nodes may become roots."""
-        ids = layer.nodes.columns()[0]
+    def note(self, level: CandidateLevel) -> None:
+        """Remember the ids of a level that is sent, since its nodes may become roots."""
+        ids = level.nodes.columns()[0]
         if ids:
             self._next_id = max(self._next_id, ids[-1] + 1)
 
@@ -258,7 +258,7 @@ class SentRequest:
         most = own.max_positions + MAX_NODES - len(self.request.prompt)
         check(length <= most, f"an answer of {length} tokens was sent, allowed are {most}")
         is_miss = -_LARGEST_ID < root_id < self._last_root
-        check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, and no layer had this node")
+        check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, and no level had this node")
         self._length, self._last_root = length, min(self._last_root, root_id)
         return Correction(tokens, length, root_id)
 
@@ -267,21 +267,21 @@ def _read_directives(message: Directives) -> DraftDirectives:
     share, floor = message.share, message.floor if message.HasField("floor") else None
     check(0.0 < share <= 1.0, f"share {share:g} was sent, it must be above 0 and at most 1")
     check(floor is None or 0.0 <= floor <= 1.0, f"floor {floor} was sent, it must be between 0 and 1")
-    layers = message.layers if message.HasField("layers") else None
-    for name in ("layers", "depth", "width", "outcomes"):
+    levels = message.levels if message.HasField("levels") else None
+    for name in ("levels", "depth", "width", "outcomes"):
         check(getattr(message, name) <= MAX_NODES, f"{name} {getattr(message, name)} was sent, at most {MAX_NODES}")
     return DraftDirectives(
-        layers, message.depth, message.width, message.outcomes, floor, message.share, message.in_layers
+        levels, message.depth, message.width, message.outcomes, floor, message.share, message.in_levels
     )
 
 
-def layer_message(key: int, layer: CandidateLayer) -> Layer:
-    """Encode a layer, in about 10 bytes per node."""
-    ids, parents, tokens, roles, log_probs = layer.nodes.columns()
-    return Layer(
+def level_message(key: int, level: CandidateLevel) -> Level:
+    """Encode a level, in about 10 bytes per node."""
+    ids, parents, tokens, roles, log_probs = level.nodes.columns()
+    return Level(
         key=key,
-        root_id=layer.root_id,
-        alias=layer.alias,
+        root_id=level.root_id,
+        alias=level.alias,
         id_steps=map(sub, ids, [0, *ids]),
         parent_steps=map(sub, ids, parents),
         tokens=tokens,
@@ -290,19 +290,19 @@ def layer_message(key: int, layer: CandidateLayer) -> Layer:
     )
 
 
-def read_layer(message: Layer, num_tokens: int) -> CandidateLayer:
-    """Decode a layer; ProtocolError for an invalid one."""
+def read_level(message: Level, num_tokens: int) -> CandidateLevel:
+    """Decode a level; ProtocolError for an invalid one."""
     columns: list[Sequence[Any]] = [message.id_steps, message.parent_steps, message.tokens, message.roles]
     columns.append(message.log_probs)
     count = len(message.tokens)
-    check(all(len(column) == count for column in columns), "a layer has lists of different lengths")
-    check(count <= MAX_NODES, f"a layer has {count} nodes, at most {MAX_NODES} are allowed")
+    check(all(len(column) == count for column in columns), "a level has lists of different lengths")
+    check(count <= MAX_NODES, f"a level has {count} nodes, at most {MAX_NODES} are allowed")
     ids = list(accumulate(message.id_steps))
-    check(not ids or (ids[0] > 0 and ids[-1] < _LARGEST_ID), "a layer has an id out of range")
-    check(min(message.id_steps, default=1) > 0, "the ids of a layer do not increase")
-    check(min(message.parent_steps, default=1) > 0, "a layer has a node before its parent")
+    check(not ids or (ids[0] > 0 and ids[-1] < _LARGEST_ID), "a level has an id out of range")
+    check(min(message.id_steps, default=1) > 0, "the ids of a level do not increase")
+    check(min(message.parent_steps, default=1) > 0, "a level has a node before its parent")
     parents = [*map(sub, ids, message.parent_steps)]
-    check(min(parents, default=0) > -_LARGEST_ID, "a layer has an id out of range")
+    check(min(parents, default=0) > -_LARGEST_ID, "a level has an id out of range")
     check_tokens(message.tokens, num_tokens)
     check(
         max(message.roles, default=0) <= Role.PROBE,
@@ -314,10 +314,10 @@ def read_layer(message: Layer, num_tokens: int) -> CandidateLayer:
     alias = message.alias if message.HasField("alias") else None
     check(alias is None or 0 < alias < _LARGEST_ID, f"alias {alias} was sent, which is not the id of a node")
     nodes = NodeDelta((ids, parents, list(message.tokens), list(message.roles), list(message.log_probs)))
-    return CandidateLayer(message.root_id, nodes, alias)
+    return CandidateLevel(message.root_id, nodes, alias)
 
 
-class LayerLimit:
+class LevelLimit:
     """Bounds what a drafter adds to requests between two corrections, so that it cannot fill the memory."""
 
     def __init__(self) -> None:
@@ -326,9 +326,9 @@ class LayerLimit:
     def reset(self, key: int) -> None:
         self._counts.pop(key, None)
 
-    def count(self, key: int, layer: CandidateLayer) -> None:
-        """Count a layer; ProtocolError if there are too many."""
-        self._counts[key] = count = self._counts.get(key, 0) + len(layer.nodes) + 1
+    def count(self, key: int, level: CandidateLevel) -> None:
+        """Count a level; ProtocolError if there are too many."""
+        self._counts[key] = count = self._counts.get(key, 0) + len(level.nodes) + 1
         check(count <= 2 * MAX_NODES, f"more than {MAX_NODES} nodes were sent between two corrections")
 
 

@@ -1,4 +1,4 @@
-"""The base of all workers: the target's side of a drafter that runs in parallel, and the caches that its layers go
+"""The base of all workers: the target's side of a drafter that runs in parallel, and the caches that its levels go
 to."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from outpace.card.cache import CandidateCache, CandidateLayer, Correction
+from outpace.card.cache import CandidateCache, CandidateLevel, Correction
 from outpace.card.loop import Close, Correct, DraftLoop, Message, Open, Pause, Resume, SetDirectives
 from outpace.core.drafting import DraftDirectives
 from outpace.core.types import Drafter, Request
@@ -20,7 +20,7 @@ AnyWorker = TypeVar("AnyWorker", bound="DraftWorker")
 class DraftWorker(ABC):
     """Runs a drafter in parallel with the target without ever blocking it. Who calls `start` calls `close`, too.
 
-    Only requests, directives, corrections and layers pass between the two sides; the caches are on the target's side.
+    Only requests, directives, corrections and levels pass between the two sides; the caches are on the target's side.
     `failure`: the exception that ended the drafter, or keeps it from drafting now; `will_restart`: whether the drafter
     is started again after it. `cores`: CPU cores that the drafter takes from the target while it works.
     `step_seconds`: moving average of the drafter's forwards, 0 if unknown.
@@ -42,7 +42,7 @@ class DraftWorker(ABC):
         return self
 
     def open(self, key: int, request: Request, cache: CandidateCache) -> None:
-        """Start a request; its layers go to `cache`."""
+        """Start a request; its levels go to `cache`."""
         self._caches[key] = cache
         self._post(Open(key, request))
 
@@ -52,7 +52,7 @@ class DraftWorker(ABC):
 
     def set_directives(self, key: int, directives: DraftDirectives) -> None:
         """Set how a request is drafted from now on; returns at once."""
-        (self._resting_keys.add if directives.layers == 0 else self._resting_keys.discard)(key)
+        (self._resting_keys.add if directives.levels == 0 else self._resting_keys.discard)(key)
         self._post(SetDirectives(key, directives))
 
     def pause(self, key: int) -> None:
@@ -82,7 +82,7 @@ class DraftWorker(ABC):
 
     @property
     def round_trip_seconds(self) -> float:
-        """Seconds that a correction and the layers in answer to it travel; 0 if that is negligible."""
+        """Seconds that a correction and the levels in answer to it travel; 0 if that is negligible."""
         return 0.0
 
     def round_trip_of(self, cache: CandidateCache) -> float:
@@ -94,8 +94,8 @@ class DraftWorker(ABC):
         return target
 
     @abstractmethod
-    def wait(self, cache: CandidateCache, layers: int, depth: int = 0) -> None:
-        """Let the drafter add `layers` layers for one request and reach `depth` below its root, for the time of a few
+    def wait(self, cache: CandidateCache, levels: int, depth: int = 0) -> None:
+        """Let the drafter add `levels` levels for one request and reach `depth` below its root, for the time of a few
         draft steps at most."""
 
     @abstractmethod
@@ -114,11 +114,11 @@ class DraftWorker(ABC):
     def _post(self, message: Message) -> None:
         """Send a message to the drafter's side; returns at once."""
 
-    def _publish(self, layers: Sequence[tuple[int, CandidateLayer]]) -> None:
-        for key, layer in layers:
+    def _publish(self, levels: Sequence[tuple[int, CandidateLevel]]) -> None:
+        for key, level in levels:
             cache = self._caches.get(key)
             if cache is not None:
-                cache.insert(layer)
+                cache.insert(level)
 
     def _count_step(self, seconds: float) -> None:
         """Update the moving average `step_seconds` with the duration of a draft step."""
@@ -150,12 +150,12 @@ class SameThreadWorker(DraftWorker):
         if self.failure is None:
             self._loop.post(message)
 
-    def _grow(self) -> list[tuple[int, CandidateLayer]]:
-        """Run one draft step; return its layers, none if there is nothing to draft or the drafter failed."""
+    def _grow(self) -> list[tuple[int, CandidateLevel]]:
+        """Run one draft step; return its levels, none if there is nothing to draft or the drafter failed."""
         return [] if self.failure is not None else self._guarded(self._loop.grow) or []
 
-    def _publish(self, layers: Sequence[tuple[int, CandidateLayer]]) -> None:
-        self._guarded(super()._publish, layers)
+    def _publish(self, levels: Sequence[tuple[int, CandidateLevel]]) -> None:
+        self._guarded(super()._publish, levels)
 
     def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a function; if it raises, record the failure of the drafter and return None."""

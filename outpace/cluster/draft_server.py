@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from outpace.card.cache import CandidateLayer
+from outpace.card.cache import CandidateLevel
 from outpace.card.link import SILENT_SECONDS, Listener, Outbox, TlsFiles
 from outpace.card.loop import Close, Open
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Pong
 from outpace.card.wire import LONGEST_TEXT, MAX_PADDING, Identity, SentRequest, check, identity_of, parser, read_request
 from outpace.cluster.draft_model import build_card_drafter, load_own_draft
-from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
+from outpace.cluster.draft_thread import DraftThread, NewLevel, add_level
 from outpace.core.types import Drafter
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
@@ -82,10 +82,10 @@ class DraftServer(AbstractContextManager["DraftServer"]):
             del self._streams[key]
         self._thread.post(Close(key))
 
-    def _send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
+    def _send(self, key: int, level: CandidateLevel, seconds: float) -> None:
         stream, their_key = self._streams.get(key, (None, 0))
         if stream is not None:
-            stream.send(their_key, layer, seconds)
+            stream.send(their_key, level, seconds)
 
 
 def open_draft_server(
@@ -113,15 +113,15 @@ class TargetStream:
         self._requests: dict[int, tuple[int | None, SentRequest]] = {}
         self._lock = threading.Lock()  # the stream may end while a message is taken
         self._has_ended = False
-        self.outbox: Outbox[NewLayer | FromDrafter] = Outbox(FromDrafter, add_layer)
+        self.outbox: Outbox[NewLevel | FromDrafter] = Outbox(FromDrafter, add_level)
         self.outbox.deadline = time.monotonic() + SILENT_SECONDS
 
-    def send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
-        """Queue a layer to the target."""
+    def send(self, key: int, level: CandidateLevel, seconds: float) -> None:
+        """Queue a level to the target."""
         known = self._requests.get(key)
         if known is not None:
-            known[1].note(layer)
-            self.outbox.put(NewLayer(key, layer, seconds))
+            known[1].note(level)
+            self.outbox.put(NewLevel(key, level, seconds))
 
     def take(self, message: FromTarget) -> None:
         """Take a message after the hello; ProtocolError for an invalid one."""
@@ -145,7 +145,7 @@ class TargetStream:
             )
             request = read_request(event.open.request, self._own)
             sent = SentRequest(request, event.open.next_id)
-            self._requests[event.key] = None, sent  # layers may come before `open` returns
+            self._requests[event.key] = None, sent  # levels may come before `open` returns
             self._requests[event.key] = self._server.open(self, event.key, sent, event.open.next_id), sent
             return
         check(event.key in self._requests, f"request {event.key} is not open")

@@ -1,4 +1,4 @@
-"""A drafter that runs in a thread and sends its layers to other machines."""
+"""A drafter that runs in a thread and sends its levels to other machines."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from outpace.card.cache import CandidateLayer
+from outpace.card.cache import CandidateLevel
 from outpace.card.loop import DraftLoop, Message
 from outpace.card.protocol_pb2 import FromDrafter
-from outpace.card.wire import layer_message
+from outpace.card.wire import level_message
 from outpace.core.types import Drafter
 
 _POLL_SECONDS = 0.2  # interval in which an idle thread checks whether to end
 
 
-class NewLayer(NamedTuple):
-    """A layer to send, by the receiver's key, and the seconds of the draft step."""
+class NewLevel(NamedTuple):
+    """A level to send, by the receiver's key, and the seconds of the draft step."""
 
     key: int
-    layer: CandidateLayer
+    level: CandidateLevel
     seconds: float
 
 
@@ -30,10 +30,10 @@ class DraftThread:
     def __init__(
         self,
         drafter: Drafter,
-        send: Callable[[int, CandidateLayer, float], None],
+        send: Callable[[int, CandidateLevel, float], None],
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`send` is called in the thread with the key, the new layer, and the seconds of each draft step."""
+        """`send` is called in the thread with the key, the new level, and the seconds of each draft step."""
         self._loop, self._send, self._on_failure = DraftLoop(drafter), send, on_failure
         self._stopping = False
         self.failure: BaseException | None = None
@@ -55,10 +55,10 @@ class DraftThread:
         try:
             while not self._stopping and threading.main_thread().is_alive():
                 began = time.perf_counter()
-                if layers := self._loop.grow():
+                if levels := self._loop.grow():
                     seconds = time.perf_counter() - began
-                    for key, layer in layers:
-                        self._send(key, layer, seconds)
+                    for key, level in levels:
+                        self._send(key, level, seconds)
                     self._loop.learn_time(seconds)
                 elif not self._loop.has_work:
                     self._loop.wait(_POLL_SECONDS)
@@ -68,7 +68,7 @@ class DraftThread:
             self._on_failure()
 
 
-def add_layer(whole: FromDrafter, new: NewLayer) -> None:
-    """Append a layer to a FromDrafter."""
-    whole.layers.append(layer_message(new.key, new.layer))
+def add_level(whole: FromDrafter, new: NewLevel) -> None:
+    """Append a level to a FromDrafter."""
+    whole.levels.append(level_message(new.key, new.level))
     whole.seconds = new.seconds

@@ -15,13 +15,13 @@ from outpace.api.prompts import Prompt, tokens_of
 from outpace.api.stream import Result
 from outpace.api.text import Piece, TextAssembler, assembler_of, echo_of, thought_before
 from outpace.card import link
-from outpace.card.cache import CandidateLayer
+from outpace.card.cache import CandidateLevel
 from outpace.card.link import NO_HELLO, Address, DialedStream, LinkError, Outbox
 from outpace.card.loop import Close, Correct, Open
 from outpace.card.protocol_pb2 import FromDrafter, FromTarget, Pong
 from outpace.card.protocol_pb2 import Request as RequestMessage
 from outpace.card.wire import Identity, ProtocolError, SentRequest, identity_of, parser, request_message
-from outpace.cluster.draft_thread import DraftThread, NewLayer, add_layer
+from outpace.cluster.draft_thread import DraftThread, NewLevel, add_level
 from outpace.core.errors import UserError
 from outpace.core.stats import RoundStats, summarize
 from outpace.core.types import Drafter, Request
@@ -51,7 +51,7 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
         self.tokenizer, self.draft = draft.tokenizer, draft
         self.target = replace(draft, name=str(address), notice=None, files=None)  # its files are elsewhere
         self._keys = itertools.count(1)
-        self._sending: dict[int, Callable[[CandidateLayer, float], None]] = {}  # by the drafter's key
+        self._sending: dict[int, Callable[[CandidateLevel, float], None]] = {}  # by the drafter's key
         self._thread = DraftThread(drafter, self._send)
 
     def __exit__(self, *error: object) -> None:
@@ -78,7 +78,7 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
         text = assembler_of(params, self.tokenizer, thought_before(prompt, tokens, params, self.tokenizer))
         return RemoteStream(self, request, message, text, echo_of(params, prompt, tokens, self.tokenizer))
 
-    def open(self, send: Callable[[CandidateLayer, float], None], request: Request, next_id: int) -> int:
+    def open(self, send: Callable[[CandidateLevel, float], None], request: Request, next_id: int) -> int:
         """Let the drafter draft a request; return its key. `send` is called in the drafter's thread."""
         key = next(self._keys)
         self._sending[key] = send
@@ -103,16 +103,16 @@ class RemoteTarget(AbstractContextManager["RemoteTarget"]):
         """Open a stream for one answer."""
         return TargetConnection(self.address, self.own, self._key)
 
-    def _send(self, key: int, layer: CandidateLayer, seconds: float) -> None:
+    def _send(self, key: int, level: CandidateLevel, seconds: float) -> None:
         if (send := self._sending.get(key)) is not None:
-            send(layer, seconds)
+            send(level, seconds)
 
 
 class TargetConnection(DialedStream):
     """A stream to a target, for one answer."""
 
     def __init__(self, address: Address, own: Identity, key: str | None) -> None:
-        outbox: Outbox[NewLayer | FromDrafter] = Outbox(FromDrafter, add_layer)
+        outbox: Outbox[NewLevel | FromDrafter] = Outbox(FromDrafter, add_level)
         super().__init__(address, "Join", FromDrafter(hello=own.hello), parser(FromTarget), outbox, key)
 
     def error_of(self, code: str, details: str) -> Exception:
@@ -276,7 +276,7 @@ class RemoteStream:
 
 
 class DraftedAnswer:
-    """One answer on the drafter's side: passes the target's messages to the drafter, and its layers to the target."""
+    """One answer on the drafter's side: passes the target's messages to the drafter, and its levels to the target."""
 
     def __init__(self, owner: RemoteTarget, connection: TargetConnection, request: Request) -> None:
         self._owner, self._connection, self._request = owner, connection, request
@@ -329,7 +329,7 @@ class DraftedAnswer:
             self._owner.close_request(self._key)
             self._key = None
 
-    def _send(self, layer: CandidateLayer, seconds: float) -> None:
+    def _send(self, level: CandidateLevel, seconds: float) -> None:
         if self._sent is not None:
-            self._sent.note(layer)
-            self._connection.outbox.put(NewLayer(0, layer, seconds))
+            self._sent.note(level)
+            self._connection.outbox.put(NewLevel(0, level, seconds))

@@ -94,27 +94,27 @@ def pick_layers(hidden: Any, layers: Sequence[int], wanted: Sequence[int]) -> An
     return hidden if tuple(layers) == tuple(wanted) else hidden[[list(layers).index(layer) for layer in wanted]]
 
 
-LAYER_SHARE = 1 / 8  # of the tree's free nodes that one layer of a parallel drafter may use
+LEVEL_SHARE = 1 / 8  # of the tree's free nodes that one level of a parallel drafter may use
 
 
 class DraftDirectives(NamedTuple):
     """How a drafter that works in parallel with the target grows the tree below the present root; 0 means no limit.
 
-    layers: layers to add before it rests; None: it never rests. depth: depth at which the tree stops growing. width:
+    levels: levels to add before it rests; None: it never rests. depth: depth at which the tree stops growing. width:
     nodes per forward. outcomes: grow no best-first tree, but chains of this many tokens below the root and below each
     likely outcome of that chain's verification. floor: path probability below which no node is expanded; None: the
     drafter's own. share: largest fraction of the tree's free nodes that one forward may fill, so that the tree is not
-    full before a long pass ends; at least twice the expanded nodes are always allowed. in_layers: grow whole layers,
-    the best nodes of the last layer only, ranked by the product of q, as CARD was published.
+    full before a long pass ends; at least twice the expanded nodes are always allowed. in_levels: grow whole levels,
+    the best nodes of the last level only, ranked by the product of q, as CARD was published.
     """
 
-    layers: int | None = None
+    levels: int | None = None
     depth: int = 0
     width: int = 0
     outcomes: int = 0
     floor: float | None = None
     share: float = 1.0
-    in_layers: bool = False
+    in_levels: bool = False
 
 
 UNRESTRICTED = DraftDirectives()

@@ -21,7 +21,7 @@ accepted it."""
 class RoundPlan(NamedTuple):
     """Records what a planner expected of one request's round, and why it stopped drafting."""
 
-    widths: tuple[int, ...]  # by draft layer: the most nodes that the draft model was allowed to expand
+    widths: tuple[int, ...]  # by draft level: the most nodes that the draft model was allowed to expand
     tokens: float  # expected tokens, including the target's own
     seconds: float  # expected duration of the round, for all requests; 0: unknown
     price: float  # tokens that each second of drafting and verifying had to bring

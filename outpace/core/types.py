@@ -280,12 +280,12 @@ class Verify(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Yielded by a decoder to let the worker add `layers` since the last correction and reach `depth`, up to a limit.
+    """Yielded by a decoder to let the worker add `levels` since the last correction and reach `depth`, up to a limit.
 
     Before Verify it waits for this request; after Verify all requests wait together.
     """
 
-    layers: int = 0
+    levels: int = 0
     depth: int = 0
 
 

@@ -33,7 +33,7 @@ class Fixed:
         self.most = length
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
-        """Return whether drafting ends after these nodes, the last layer."""
+        """Return whether drafting ends after these nodes, the last level."""
         return False
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Heuristic(Fixed):
 
 
 class Confidence(Fixed):
-    """Drafts until no token of the last layer is as likely as a threshold, which is fitted to the accepted tokens.
+    """Drafts until no token of the last level is as likely as a threshold, which is fitted to the accepted tokens.
 
     The threshold minimises FPR + 3 FNR, where false positives are tokens above it that were rejected. As in
     transformers' assisted generation.

@@ -1,12 +1,12 @@
 """The planner: drafts and verifies as much as pays at the moment, and decodes plainly where drafting does not pay.
 
-Our own: each draft layer and each verified row must bring more tokens than its measured time costs at the present rate
+Our own: each draft level and each verified row must bring more tokens than its measured time costs at the present rate
 (Dinkelbach, 1967). Draft lengths by measured speed: Leviathan et al., arXiv:2211.17192, section 3.
 
 The value of a node is the chance that the target accepts it. Of a tree the best n nodes are verified, where n maximises
-the sum of their chances minus the price of their rows: the worth of the tree. Another layer of the draft is grown while
+the sum of their chances minus the price of their rows: the worth of the tree. Another level of the draft is grown while
 it adds more worth than its time costs. The drafter's chances are scaled by how often they came true, unless the drafter
-calibrates them itself. Row counts are tried from small to large, at most twice the largest that was timed. A layer that
+calibrates them itself. Row counts are tried from small to large, at most twice the largest that was timed. A level that
 does not pay is tried again now and then, so rarely that all trials together cost a small share of the time. The
 choices are made in `planning/planner.py`.
 """
@@ -74,7 +74,7 @@ def _look_up(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
 
 
 def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
-    """Add layers of the draft models, while they pay."""
+    """Add levels of the draft models, while they pay."""
     for source in planner.models:
         while width := planner.next_width(tree, source):
             if not (yield Draft(tree, source.source, width)):

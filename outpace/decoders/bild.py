@@ -57,8 +57,8 @@ class Bild(Decoder):
 
 
 def _is_unsure(tree: TokenTree, new: Sequence[int], fallback: float) -> bool:
-    """Return whether the draft's likeliest token is below the threshold everywhere in the last layer. For a drawn layer
-    the distribution decides and not the token that was drawn from it, so that the layer may be dropped."""
+    """Return whether the draft's likeliest token is below the threshold everywhere in the last level. For a drawn level
+    the distribution decides and not the token that was drawn from it, so that the level may be dropped."""
     drawn = [tree.drawn[parent] for parent in {tree.parents[node] for node in new} if parent in tree.drawn]
     if not drawn:
         return max(math.exp(tree.scores[node] - tree.scores[tree.parents[node]]) for node in new) < fallback

@@ -81,8 +81,8 @@ class Card(Decoder):
 
 def directives(options: Card.Options) -> DraftDirectives:
     """Return how the drafter works between two corrections."""
-    share = 1.0 if options.as_published else LAYER_SHARE
-    return DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_layers=options.as_published)
+    share = 1.0 if options.as_published else LEVEL_SHARE
+    return DraftDirectives(options.lockstep or None, floor=0.0, share=share, in_levels=options.as_published)
 
 
 def num_rows(context: RequestContext, chances: Sequence[float] | None = None) -> int:

@@ -1,9 +1,9 @@
-"""CARD with planned waits: the target verifies at once, or first waits for more draft layers where these pay.
+"""CARD with planned waits: the target verifies at once, or first waits for more draft levels where these pay.
 
 Our own, after CARD, arXiv:2508.04462. Time is priced in tokens (Dinkelbach, 1967). The planner is that of method
-`auto`; it plans a wait for a layer of the parallel drafter like a draft step.
+`auto`; it plans a wait for a level of the parallel drafter like a draft step.
 
-While the target runs, the drafter makes the layers that fit into the pass and then rests, so that it is free when the
+While the target runs, the drafter makes the levels that fit into the pass and then rests, so that it is free when the
 correction comes. Where parallel drafting does not pay, it drafts only while the target waits.
 """
 
@@ -38,9 +38,9 @@ class Planned(Decoder):
                         break
                     if overlap.mode == SEQUENTIAL:
                         context.set_directives(overlap.next)
-                    layers = candidates.layers
-                    yield Await(layers + 1)
-                    if candidates.layers == layers:  # the drafter is too far away, or too slow
+                    levels = candidates.levels
+                    yield Await(levels + 1)
+                    if candidates.levels == levels:  # the drafter is too far away, or too slow
                         break
                     tree = candidates.query(context.budget)
                     planner.grown(tree, worker)

@@ -17,7 +17,7 @@ LENGTHS = ("fixed", "heuristic", "confidence", "expected")
 
 
 class Speculative(Decoder):
-    """Drafts up to `draft_length` layers, then verifies the best nodes."""
+    """Drafts up to `draft_length` levels, then verifies the best nodes."""
 
     name = "speculative"
     cost = "drafting and a pass, one after the other"

@@ -1,4 +1,4 @@
-"""Add children below the nodes that a forward scored: a layer of a tree, or all of its layers.
+"""Add children below the nodes that a forward scored: a level of a tree, or all of its levels.
 
 Children are the likeliest tokens, or drawn from q, for the rules that judge by the ratio p / q; q is stored with drawn
 ones. Models that predict several places of the text at once give the logits of all layers in one forward.
@@ -184,14 +184,14 @@ class ChildAdder:
             if offers is not None:
                 self.attach([job], offers)
 
-    def add_layers(
+    def add_levels(
         self,
         jobs: Sequence[ExpansionJob],
         depths: int,
         logits_of: Callable[[int, int, Sequence[int]], SparseLogits],
         log_confidence: LogConfidence | None = None,
     ) -> None:
-        """Add up to `depths` layers to each tree. `logits_of` returns the logits below nodes of the same depth, given
+        """Add up to `depths` levels to each tree. `logits_of` returns the logits below nodes of the same depth, given
         the number of the job, the depth, and the nodes."""
         for depth in range(depths):
             picked, offers = [], list[TopK]()
@@ -205,12 +205,12 @@ class ChildAdder:
                 self.attach(picked, offers)
 
     def add_block(self, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
-        """Add up to `block` layers from as many rows of logits of each job, which do not depend on the nodes."""
+        """Add up to `block` levels from as many rows of logits of each job, which do not depend on the nodes."""
 
         def logits_of(number: int, depth: int, nodes: Sequence[int]) -> SparseLogits:
             return held._replace(values=select_rows(held.values, [number * block + depth] * len(nodes)), best=())
 
-        self.add_layers(jobs, block, logits_of)
+        self.add_levels(jobs, block, logits_of)
 
     def attach(self, jobs: Sequence[ExpansionJob], offers: Sequence[TopK]) -> None:
         """Add the best children below each frontier: the best `width` of them all are primary (CARD's cache C), the
@@ -247,6 +247,6 @@ class ChildAdder:
         tree, directives = job.tree, job.state.directives
         if len(tree) >= self._tree_nodes or depth >= min(directives.depth or tree.max_depth, tree.max_depth):
             return []
-        layer = [node for node, below in enumerate(tree.depths) if below == depth]
+        level = [node for node, below in enumerate(tree.depths) if below == depth]
         width = min(directives.width or self._width, self._width)
-        return sorted(nlargest(width, layer, key=lambda node: (tree.scores[node], -node)))
+        return sorted(nlargest(width, level, key=lambda node: (tree.scores[node], -node)))

@@ -51,16 +51,16 @@ def outcome_frontier(tree: TokenTree, expanded: Container[int], length: int, cou
     return sorted(list(chosen)[:count])
 
 
-def layer_frontier(tree: TokenTree, expanded: Container[int], count: int) -> list[int]:
-    """Return the `count` best nodes just below the deepest expanded ones: the layer that CARD, as published, expands
-    next. They are primary, unless a correction has left no primary node there: then the layer is made of secondary
+def level_frontier(tree: TokenTree, expanded: Container[int], count: int) -> list[int]:
+    """Return the `count` best nodes just below the deepest expanded ones: the level that CARD, as published, expands
+    next. They are primary, unless a correction has left no primary node there: then the level is made of secondary
     ones."""
     ids, depths, scores, roles = tree.ids, [*tree.depths], [*tree.scores], [*tree.roles]
     below = 1 + max((depth for depth, node_id in zip(depths, ids, strict=True) if node_id in expanded), default=-1)
     above = tree.parents
-    layer = [node for node, depth in enumerate(depths) if depth == below and (not node or ids[above[node]] in expanded)]
-    layer = [node for node in layer if roles[node] == Role.PRIMARY] or layer
-    return sorted(nlargest(count, layer, key=lambda node: (scores[node], -node)))
+    level = [node for node, depth in enumerate(depths) if depth == below and (not node or ids[above[node]] in expanded)]
+    level = [node for node in level if roles[node] == Role.PRIMARY] or level
+    return sorted(nlargest(count, level, key=lambda node: (scores[node], -node)))
 
 
 def _chain(tree: TokenTree, node: int, length: int) -> list[int]:
@@ -263,12 +263,12 @@ class TreeExpander:
         found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
         for number, (state, tree) in enumerate(open_trees):
             directives = state.directives
-            if directives.outcomes or directives.in_layers:
+            if directives.outcomes or directives.in_levels:
                 state.slots.reset()
                 if directives.outcomes:
                     nodes = outcome_frontier(tree, state.slots, directives.outcomes, counts[number])
                 else:
-                    nodes = layer_frontier(tree, state.slots, counts[number])
+                    nodes = level_frontier(tree, state.slots, counts[number])
                 found[number] = [node for node in nodes if tree.depth(node) <= max_depths[number]]
         return found
 

@@ -31,7 +31,7 @@ class BlockDrafter(HeadDrafter):
     capabilities = Capabilities(
         (Source("block", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
-        cost="a forward of the head over a block for all layers of the tree together",
+        cost="a forward of the head over a block for all levels of the tree together",
     )
 
     def __init__(self, head: BlockModel, options: Options) -> None:
@@ -61,7 +61,7 @@ class BlockDrafter(HeadDrafter):
         state.offers.keep(state.slots)
 
     def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        """Run one forward and add all layers."""
+        """Run one forward and add all levels."""
         for state, tree, _ in jobs:
             state.slots[tree.ids[0]] = 0
         draft = self._head.draft([job.state.session for job in jobs], [job.tree.tokens[0] for job in jobs])
@@ -73,7 +73,7 @@ class BlockDrafter(HeadDrafter):
         def log_confidence(job: ExpansionJob, node: int) -> float | None:
             return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
 
-        self._children.add_layers(jobs, self._head.head.num_drafted, logits_of, log_confidence)
+        self._children.add_levels(jobs, self._head.head.num_drafted, logits_of, log_confidence)
 
 
 def _path(tree: TokenTree, node: int) -> tuple[int, ...]:

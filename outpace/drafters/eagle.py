@@ -32,13 +32,13 @@ class Options(HeadOptions):
 
 
 class EagleDrafter(FeatureDrafter):
-    """Adds one layer to each tree in a forward."""
+    """Adds one level to each tree in a forward."""
 
     capabilities = Capabilities(
         (Source("eagle", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         q_at_leaves=True,
-        cost="a forward of one layer and the head's output layer for each layer of the tree",
+        cost="a forward of one layer and the head's output layer for each level of the tree",
     )
 
     def __init__(self, head: EagleModel, options: Options) -> None:

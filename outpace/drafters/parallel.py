@@ -3,7 +3,7 @@
 PARD, arXiv:2504.18583; P-EAGLE, a head that reads the target's hidden states, arXiv:2602.01469.
 
 The row of the root predicts the next token, and that of the j-th mask the token j positions later, independently of the
-tokens in between. So one forward gives proposals for every layer, and the tree consists of the paths with the largest
+tokens in between. So one forward gives proposals for every level, and the tree consists of the paths with the largest
 products of probabilities. The masks' keys and values are dropped; accepted tokens are read in the next forward.
 """
 
@@ -35,7 +35,7 @@ class ParallelDrafter(Drafter):
     """Keeps a session of the draft model for each request, which follows the tokens that the target commits."""
 
     capabilities = Capabilities(
-        (Source("parallel", runs_model=True),), cost="a forward of the draft model for all layers of the tree together"
+        (Source("parallel", runs_model=True),), cost="a forward of the draft model for all levels of the tree together"
     )
 
     def __init__(self, model: Model, mask: int, options: Options) -> None:

@@ -27,7 +27,7 @@ class SpecFormerDrafter(FeatureDrafter):
     capabilities = Capabilities(
         (Source("specformer", runs_model=True, reads=0, by_length=True),),
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
-        cost="a forward of the head's two layers and its output layer for all layers of the tree together",
+        cost="a forward of the head's two layers and its output layer for all levels of the tree together",
     )
 
     def __init__(self, head: SpecFormerModel, options: Options) -> None:

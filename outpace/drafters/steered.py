@@ -103,7 +103,7 @@ class SteeredDrafter(BaseModelDrafter):
         (Source("steered", runs_model=True),),
         Needs(prompt=True),  # each instance adds the layers whose hidden states its steering reads
         q_at_leaves=True,
-        cost="a forward of the draft model for each layer, and of the steering for each round",
+        cost="a forward of the draft model for each level, and of the steering for each round",
     )
     expander_type = SteeredExpander
     state_type = SteeredState

@@ -245,7 +245,7 @@ class ByTokens(TranslatedDrafter):
         node = state.end(tree)
         row, before = Row(state.request, state.tokens, tokens_below_root(tree, node), tree.ids[node]), len(tree)
         if is_drawn(state.request):
-            draw_layer(tree, [node], held, [row], _ONE)
+            draw_level(tree, [node], held, [row], _ONE)
             best = tree.children(node)[0] if tree.children(node) else None
         else:
             best = self._pick(state, tree, node, top_k_rows(held, [row], self._width)[0])

@@ -187,8 +187,8 @@ class DraftRunner:
                 if left < 2 or (candidates.missed and worker.round_trip_of(candidates) > most):
                     continue
                 if worker.failure is None and isinstance(sequence.action, Await):
-                    layers, depth = sequence.action
-                    worker.wait(candidates, layers, min(depth, left - 1))
+                    levels, depth = sequence.action
+                    worker.wait(candidates, levels, min(depth, left - 1))
             drafting.append(sequence)
         for sequence in waiting:
             sequence.advance(None)

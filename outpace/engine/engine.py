@@ -367,4 +367,4 @@ class Engine(AbstractContextManager["Engine"]):
         if is_first and self.costs.is_timed(rows, 1):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
-        self.costs.record_layers(len(batch.trees), self._planned.layers)
+        self.costs.record_levels(len(batch.trees), self._planned.levels)

@@ -23,7 +23,7 @@ from outpace.engine.engine import Engine
 
 SECONDS = 0.2  # after this time no further round begins
 _ROWS = (1, 1, 4, 4, 8, 8, 2, 2, 1, 1, 1)  # of each round; most informative first, and caches are cold in the first few
-_LAYERS = 2  # that a draft model grows in a round of several rows
+_LEVELS = 2  # that a draft model grows in a round of several rows
 
 
 def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> None:
@@ -77,10 +77,10 @@ class WarmUp(Decoder):
 
 
 def _grow(tree: TokenTree, context: RequestContext, has_read: bool) -> Generator[Any, Any, None]:
-    """Grow layers of the draft models and record their times, except where a model first reads the text."""
+    """Grow levels of the draft models and record their times, except where a model first reads the text."""
     for source in context.sources:
-        for layer in range(_LAYERS if source.runs_model else 0):
-            if not layer and not has_read:
+        for level in range(_LEVELS if source.runs_model else 0):
+            if not level and not has_read:
                 context.costs.note_catch_up(source)
             yield Draft(tree, source)
 

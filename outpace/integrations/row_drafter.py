@@ -153,7 +153,7 @@ class RowDrafter:
             return
         tokens_written, seconds = sum(map(len, sampled)), now - self._began
         self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted)
-        self._costs.record_layers(len(found), self._planned.layers)
+        self._costs.record_levels(len(found), self._planned.levels)
         if rows > len(found) > 1 and (plain := self._costs.pass_seconds(len(found))):
             self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
             self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)

@@ -18,15 +18,15 @@ from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYi
 
 _TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 _SHORT_TEXT = 2048  # tokens; the trust in longer texts is kept by their length
-_YIELD_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
+_GAIN_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
-_LAYERS = 8  # draft layers with estimates of their own
+_LEVELS = 8  # draft levels with estimates of their own
 MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
-PRIOR_GAIN = 0.6  # prior: tokens that a layer adds, per unit of acceptance probability at the leaves
+PRIOR_GAIN = 0.6  # prior: tokens that a level adds, per unit of acceptance probability at the leaves
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
-_REQUEST_YIELD_FADE = 0.93  # the same for the yield of layers: a draft that turns bad must be given up
+_REQUEST_GAIN_FADE = 0.93  # the same for the gains of levels: a draft that turns bad must be given up
 
 
 class Prices(NamedTuple):
@@ -54,7 +54,7 @@ class CostModel:
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
-        self._gains_own: dict[str, dict[int, LayerGains]] = {}  # by source and requests
+        self._level_gains: dict[str, dict[int, LevelGains]] = {}  # by source and requests
         self._prices: dict[int, Prices] = {}  # by requests; cleared when a measurement changes them
         gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _TRUST_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
@@ -122,22 +122,22 @@ class CostModel:
 
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
         """Return the decayed mean that a decoder keeps under this name."""
-        return self._statistics.setdefault(name, DecayedMean(prior, weight, _YIELD_FADE))
+        return self._statistics.setdefault(name, DecayedMean(prior, weight, _GAIN_FADE))
 
-    def layer_gains(self, source: Source, requests: int = 1) -> LayerGains:
-        """Return the tokens that layers of this source add, less the price of their rows, per unit of the chance that
+    def level_gains(self, source: Source, requests: int = 1) -> LevelGains:
+        """Return the tokens that levels of this source add, less the price of their rows, per unit of the chance that
         the walk reaches them. Those of a new number of requests start from the nearest one's."""
-        known = self._gains_own.setdefault(source.name, {})
+        known = self._level_gains.setdefault(source.name, {})
         if requests not in known:
-            yields = LayerGains(PRIOR_GAIN, _YIELD_FADE)
+            gains = LevelGains(PRIOR_GAIN, _GAIN_FADE)
             if known:
-                yields.load_state_dict(known[nearest(known, requests)].state_dict())
-            known[requests] = yields
+                gains.load_state_dict(known[nearest(known, requests)].state_dict())
+            known[requests] = gains
         return known[requests]
 
-    def initial_layer_gains(self, source: Source) -> LayerGains:
-        """Return `layer_gains` for one request that runs alone, which start from the common first layer's."""
-        return LayerGains(self.layer_gains(source).value(0), _REQUEST_YIELD_FADE)
+    def initial_level_gains(self, source: Source) -> LevelGains:
+        """Return `level_gains` for one request that runs alone, which start from the common first level's."""
+        return LevelGains(self.level_gains(source).value(0), _REQUEST_GAIN_FADE)
 
     def _step_curve(self, source: Source) -> LatencyCurve:
         """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
@@ -172,16 +172,16 @@ class CostModel:
             return curve.seconds(round(width * requests)) / requests
         return curve.seconds(1)
 
-    def sharing(self, requests: int, layer: int) -> DecayedMean:
-        """Return the share of the requests with the layer above (all for the first) that grow this layer where any
+    def sharing(self, requests: int, level: int) -> DecayedMean:
+        """Return the share of the requests with the level above (all for the first) that grow this level where any
         does: they share its forward."""
-        return self._sharing[requests, min(layer, _LAYERS)]
+        return self._sharing[requests, min(level, _LEVELS)]
 
-    def record_layers(self, requests: int, layers: Sequence[int]) -> None:
-        """Record in how many of the round's requests each draft layer was grown."""
+    def record_levels(self, requests: int, levels: Sequence[int]) -> None:
+        """Record in how many of the round's requests each draft level was grown."""
         before = requests
-        for layer, growing in enumerate(layers if requests > 1 else ()):
-            self.sharing(requests, layer).learn(growing, before)
+        for level, growing in enumerate(levels if requests > 1 else ()):
+            self.sharing(requests, level).learn(growing, before)
             before = growing
 
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
@@ -257,7 +257,7 @@ class CostModel:
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        growth = {name: known[min(known)].state_dict() for name, known in self._gains_own.items() if known}
+        growth = {name: known[min(known)].state_dict() for name, known in self._level_gains.items() if known}
         trust = {name: mean.value for name, mean in self._trust.items()}
         draft = {name: curve.state_dict() for name, curve in self._steps.items()}
         return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
@@ -269,7 +269,7 @@ class CostModel:
             self._step_curve(Source(name, True)).load_state_dict(times)
         self._trust |= {name: DecayedMean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
         for name, values in profile["growth"].items():
-            self.layer_gains(Source(name, True)).load_state_dict(values)
+            self.level_gains(Source(name, True)).load_state_dict(values)
         self._prices.clear()
 
 

@@ -16,7 +16,7 @@ from statistics import median_low
 WINDOW = 9  # samples kept for each key; their median counts
 MIN_SAMPLES = 2  # a key with fewer samples has no median
 _REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
-_YIELD_WEIGHT, _LAYERS = 2.0, 8  # weight of a layer's prior; layers whose yield is known separately
+_GAIN_WEIGHT, _LEVELS = 2.0, 8  # weight of a level's prior; levels whose gain is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
 _READ_EVERY = 4  # rounds after which medians are read again
 _STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
@@ -77,35 +77,35 @@ class RollingMedian:
         return {key: min(samples) for key, samples in self._samples.items()}
 
 
-class LayerGains:
-    """The tokens that a draft layer adds, per unit of the chance that the walk reaches it, by layer.
+class LevelGains:
+    """The tokens that a draft level adds, per unit of the chance that the walk reaches it, by level.
 
-    A layer's estimate starts from that of the layer above, the first layer's from `prior`.
+    A level's estimate starts from that of the level above, the first level's from `prior`.
     """
 
     def __init__(self, prior: float, fade: float) -> None:
         self._prior, self._fade = prior, fade
-        self._sums: list[tuple[float, float]] = []  # by layer: decayed sums of tokens and of chances
+        self._sums: list[tuple[float, float]] = []  # by level: decayed sums of tokens and of chances
 
-    def value(self, layer: int) -> float:
-        """Return the estimate for a layer; below the deepest layer that was grown, that layer's."""
+    def value(self, level: int) -> float:
+        """Return the estimate for a level; below the deepest level that was grown, that level's."""
         value = self._prior
-        for tokens, chances in self._sums[: layer + 1]:
-            value = (tokens + _YIELD_WEIGHT * value) / (chances + _YIELD_WEIGHT)
+        for tokens, chances in self._sums[: level + 1]:
+            value = (tokens + _GAIN_WEIGHT * value) / (chances + _GAIN_WEIGHT)
         return value
 
-    def learn(self, layer: int, tokens: float, chance: float) -> None:
-        """Add a sample; layers from the `_LAYERS`th on share one estimate. A layer never takes tokens away."""
-        layer = min(layer, _LAYERS - 1)
-        self._sums += [(0.0, 0.0)] * (layer + 1 - len(self._sums))
-        before = self._sums[layer]
-        self._sums[layer] = before[0] * self._fade + max(tokens, 0.0), before[1] * self._fade + chance
+    def learn(self, level: int, tokens: float, chance: float) -> None:
+        """Add a sample; levels from the `_LEVELS`th on share one estimate. A level never takes tokens away."""
+        level = min(level, _LEVELS - 1)
+        self._sums += [(0.0, 0.0)] * (level + 1 - len(self._sums))
+        before = self._sums[level]
+        self._sums[level] = before[0] * self._fade + max(tokens, 0.0), before[1] * self._fade + chance
 
     def state_dict(self) -> list[float]:
-        return [self.value(layer) for layer in range(_LAYERS)]
+        return [self.value(level) for level in range(_LEVELS)]
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
-        self._sums = [(float(value) * _YIELD_WEIGHT, _YIELD_WEIGHT) for value in kept[:_LAYERS]]
+        self._sums = [(float(value) * _GAIN_WEIGHT, _GAIN_WEIGHT) for value in kept[:_LEVELS]]
 
 
 @dataclass

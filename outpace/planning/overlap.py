@@ -1,28 +1,28 @@
-"""Chooses what a drafter in a worker does during a pass of the target: it adds the layers that fit, or rests."""
+"""Chooses what a drafter in a worker does during a pass of the target: it adds the levels that fit, or rests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from outpace.core.drafting import LAYER_SHARE, DraftDirectives
+from outpace.core.drafting import LEVEL_SHARE, DraftDirectives
 from outpace.core.types import WORKER
 from outpace.planning.sources import PlanningContext
 
 _MIN_GAIN = 0.05
-_LAYER = DraftDirectives(layers=1, floor=0.0, share=LAYER_SHARE)
-_REST = DraftDirectives(layers=0)
+_LEVEL = DraftDirectives(levels=1, floor=0.0, share=LEVEL_SHARE)
+_REST = DraftDirectives(levels=0)
 PARALLEL, SEQUENTIAL = "parallel", "sequential"
 
 
 class Overlap:
     """Decides for one request whether the worker drafts during the target's passes (parallel) or only while the target
-    waits (sequential), and how many layers it adds in a pass.
+    waits (sequential), and how many levels it adds in a pass.
 
     Parallel drafting slows the passes down where both share a device or cores. It pays while this takes less time than
     drafting what it leaves for the next round, or less than these tokens are worth. Slowness is relative to the average
     time of a pass over as many rows, because the two kinds of rounds verify different numbers of rows.
 
-    A layer that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
+    A level that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
     saves this part, and after a miss the remaining part delays the new tree.
 
     A drafter far away, on another machine, always drafts: the target does not wait for it.
@@ -65,7 +65,7 @@ class Overlap:
         self._choose(step, seconds, price)
         if self.mode == SEQUENTIAL:
             return _REST
-        return _LAYER._replace(layers=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
+        return _LEVEL._replace(levels=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
 
     @property
     def is_far(self) -> bool:
@@ -74,12 +74,12 @@ class Overlap:
 
     @property
     def next(self) -> DraftDirectives:
-        """Directives for the time before the next pass: one layer if drafting is sequential, else no limit."""
-        return _LAYER if self.mode == SEQUENTIAL else _LAYER._replace(layers=None)
+        """Directives for the time before the next pass: one level if drafting is sequential, else no limit."""
+        return _LEVEL if self.mode == SEQUENTIAL else _LEVEL._replace(levels=None)
 
     def _choose(self, step: float, usual: float, price: float) -> None:
         slower = usual * (self._slowness[PARALLEL].value - self._slowness[SEQUENTIAL].value)
-        first = max(self._costs.layer_gains(WORKER, self._context.requests).value(0), _MIN_GAIN)
+        first = max(self._costs.level_gains(WORKER, self._context.requests).value(0), _MIN_GAIN)
         saved = self._left.value * min(step / first, 1.0 / price if price else step / first)
         best, other = (PARALLEL, SEQUENTIAL) if saved >= slower else (SEQUENTIAL, PARALLEL)
         unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)

@@ -1,5 +1,5 @@
 """The planner of methods auto and planned: chooses for one request, round by round, which sources draft, how many
-layers are grown, how wide each is, and how many rows are verified. docs/planner.md derives its formulas.
+levels are grown, how wide each is, and how many rows are verified. docs/planner.md derives its formulas.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from outpace.core.types import WORKER
 from outpace.planning.cost_model import MAX_PAUSE, YIELD, CostModel
 from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
-# Above this chance that lookups continue the root, a model's layer is not typical of what the model adds.
+# Above this chance that lookups continue the root, a model's level is not typical of what the model adds.
 MAX_LOOKUP_CHANCE = 0.25
 _BEAM = 4  # rows over which the price of one more row is averaged
 _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
-# Factor on prices of waits for a worker that has drafted already: the layer would be there in the next round anyway.
+# Factor on prices of waits for a worker that has drafted already: the level would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
 # An answer's first rounds decode plainly until the time of such a round is known, but at most this many: rounds in the
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
 _MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
-_MIN_REACHED = 0.1  # layers are not learnt from where rows cost so much that less than this is left of a certain leaf
-_UNKNOWN = 2  # maximum number of layers before the time of a draft step is known
+_MIN_REACHED = 0.1  # levels are not learnt from where rows cost so much that less than this is left of a certain leaf
+_UNKNOWN = 2  # maximum number of levels before the time of a draft step is known
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Planner:
         self._num_looked_up = 0  # lookup nodes of this round's tree
         self.price = 0.0  # tokens that a second is worth in this round
         self._row = 0.0  # price of one more row in this round, in tokens
-        self._reached = 0.0  # chance that the target accepts a parent of the layer being grown, less the price of rows
+        self._reached = 0.0  # chance that the target accepts a parent of the level being grown, less the price of rows
         self._rounds = 0
-        self._widths: list[int] = []  # of this round's layers
+        self._widths: list[int] = []  # of this round's levels
         self._drafting = 0.0  # expected seconds of its draft steps
         self._why = ""
         self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
@@ -93,7 +93,7 @@ class Planner:
         self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests)
         self._rounds += 1
         for model in self.models:
-            model.layers, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
+            model.levels, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
         self._chances, self._worth = [], 0.0
         self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
@@ -134,7 +134,7 @@ class Planner:
 
     def found(self, tree: TokenTree, model: ModelSource) -> float:
         """Record the candidates that a worker drafted before this round; return their worth in tokens."""
-        model.layers = model.first = tree.deepest
+        model.levels = model.first = tree.deepest
         self.uses_drafts = len(tree) > 1
         self._chances = self._falling(tree)
         self._worth = self._best(self._chances)[1]
@@ -145,36 +145,36 @@ class Planner:
         return sorted(self._acceptance.of(tree)[1:], reverse=True)[: self._context.budget - 1]
 
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
-        """Return how many nodes the draft model should expand in another layer; 0 if that neither brings more than it
+        """Return how many nodes the draft model should expand in another level; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
         most = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
-        is_deep = model.layers - model.first >= most or model.layers >= self._context.tokens_left - 1
+        is_deep = model.levels - model.first >= most or model.levels >= self._context.tokens_left - 1
         if self.is_plain or model.is_trial or is_deep:
-            self._why = "a trial of one layer" if model.is_trial else "as deep as allowed"
+            self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
         catch_up = model.catch_up_seconds
         reach = self._reach(tree, model, leaves)
         width, gain = self._best_width(model, reach)
         if not width:
-            expected = model.yields.value(model.layers) * reach[0] if reach else 0.0
+            expected = model.gains.value(model.levels) * reach[0] if reach else 0.0
             self._why = f"a level adds {expected:.2f}, must add {self._step_price(model):.2f}"
         if gain <= self.price * catch_up / max(1, model.expected_tokens):  # reading is paid once for all rounds
             explores = self._explores(model)
             if not explores and not self._is_due(model):
                 return 0
-            width, model.is_trial, model.doubtful, model.doubtful_worth = width or 1, not explores, model.layers, 0.0
+            width, model.is_trial, model.doubtful, model.doubtful_worth = width or 1, not explores, model.levels, 0.0
         elif catch_up and catch_up > model.may_save():
             self._why = "the answer is too short for the draft model to read the text"
             return 0
         self._reached = reach[width - 1] if reach else 0.0
-        if not model.layers:
+        if not model.levels:
             tree.min_score = self._min_score(self._acceptance.trust(model.source))
             if model.is_behind:
                 self._costs.note_catch_up(model.source)
                 model.gain -= self.price * catch_up
         self.uses_drafts = True
-        self._context.batch.add_layer(model.layers)
+        self._context.batch.add_level(model.levels)
         self._widths.append(width)
         self._drafting += (
             self._costs.draft_seconds(model.source, self._context.requests, width) * self._context.requests
@@ -182,11 +182,11 @@ class Planner:
         return width
 
     def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
-        """Return the width at which the next layer gains most above its cost, and that gain; 0 if no width gains."""
+        """Return the width at which the next level gains most above its cost, and that gain; 0 if no width gains."""
         best, best_gain, width = 0, 0.0, 1
         if not reach:
             return best, best_gain
-        value, price, sharing = model.yields.value(model.layers), self._second_price(model), self._sharing(model)
+        value, price, sharing = model.gains.value(model.levels), self._second_price(model), self._sharing(model)
         while width <= len(reach):
             gain = value * reach[width - 1] - price * self._costs.draft_seconds(model.source, sharing, width)
             if gain > best_gain:
@@ -203,16 +203,16 @@ class Planner:
         return self._second_price(model) * self._costs.draft_seconds(model.source, self._sharing(model))
 
     def _sharing(self, model: ModelSource) -> float:
-        """Return how many requests are expected to share the forward of the model's next layer: the usual fraction of
-        those that shared the layer before."""
-        requests, layer = self._context.requests, model.layers
+        """Return how many requests are expected to share the forward of the model's next level: the usual fraction of
+        those that shared the level before."""
+        requests, level = self._context.requests, model.levels
         if requests == 1:
             return 1.0
-        before = self._context.batch.num_growing(layer - 1) if layer else requests
-        return max(1.0, before * self._costs.sharing(requests, layer).value)
+        before = self._context.batch.num_growing(level - 1) if level else requests
+        return max(1.0, before * self._costs.sharing(requests, level).value)
 
     def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
-        """Return the chance that the target accepts one of the likeliest 1, 2, ... parents of the model's next layer.
+        """Return the chance that the target accepts one of the likeliest 1, 2, ... parents of the model's next level.
 
         Parents are leaves, and the root and lookup nodes that the model has not expanded, with the chance that no
         lookup node continues them. Each counts with its excess over the price of a row, because four unlikely leaves
@@ -223,7 +223,7 @@ class Planner:
         if predicted:
             parents = [trust * leaf for leaf in predicted]
         else:
-            parents = tree.parent_chances(chances, model.source.name, self._num_looked_up, trust, not model.layers)
+            parents = tree.parent_chances(chances, model.source.name, self._num_looked_up, trust, not model.levels)
             deepest = self._context.tokens_left - 2  # below it only the target writes
             if tree.deepest > deepest:
                 leaves = tree.leaves()
@@ -237,8 +237,8 @@ class Planner:
         return log(_MIN_VALUE_OF_NODE * self._row / trust) if self._row > 0.0 < trust else -inf
 
     def grown(self, tree: TokenTree, model: ModelSource) -> None:
-        """Learn from a layer that the model has added."""
-        # Next to likely lookups a layer adds less than usual, which says nothing about other rounds.
+        """Learn from a level that the model has added."""
+        # Next to likely lookups a level adds less than usual, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
             before, self._chances = self._worth, self._falling(tree)
             rows, worth = self._best(self._chances)
@@ -248,14 +248,14 @@ class Planner:
             most_reached = 1.0 - self._row / PRIOR_GAIN  # scales samples, so that each weighs as much as a certain leaf
             if not is_cut and self._reached and most_reached > _MIN_REACHED:
                 model.gave((worth - before) / most_reached, self._reached / most_reached)
-            if model.doubtful == model.layers:
+            if model.doubtful == model.levels:
                 model.doubtful_worth = worth - before
-        model.layers += 1
+        model.levels += 1
 
     def _explores(self, model: ModelSource) -> bool:
-        """Return whether to grow a first layer to see what the model gives for this text, whatever it gave for others.
+        """Return whether to grow a first level to see what the model gives for this text, whatever it gave for others.
         This may cost what the model is assumed to save, halved for each preceding answer for which it did not pay."""
-        if model.layers or not model.is_new_text or self._context.requests > 1:
+        if model.levels or not model.is_new_text or self._context.requests > 1:
             return False
         if self._lookup_chance > MAX_LOOKUP_CHANCE:
             return False
@@ -263,16 +263,16 @@ class Planner:
         return self._costs.exploration.is_due(model.text_option, cost, 0.0, credit=model.may_save())
 
     def _is_due(self, model: ModelSource) -> bool:
-        """Return whether a layer that does not pay is tried again. All requests wait for it."""
-        if model.layers and self._lookup_chance > MAX_LOOKUP_CHANCE:
+        """Return whether a level that does not pay is tried again. All requests wait for it."""
+        if model.levels and self._lookup_chance > MAX_LOOKUP_CHANCE:
             return False
-        cost, requests, option = self._trial_seconds(model), self._context.requests, model.layer_option(model.layers)
-        is_unknown = requests > 1 and not model.layers and not self._costs.exploration.was_used(option)
+        cost, requests, option = self._trial_seconds(model), self._context.requests, model.level_option(model.levels)
+        is_unknown = requests > 1 and not model.levels and not self._costs.exploration.was_used(option)
         credit = requests * model.may_save() if is_unknown else 0.0
         return self._costs.exploration.is_due(option, cost, self._options.trials, credit)
 
     def _trial_seconds(self, model: ModelSource) -> float:
-        """Return the cost of one more layer with one row, if all requests grow it."""
+        """Return the cost of one more level with one row, if all requests grow it."""
         requests = self._context.requests
         rows = self._costs.extra_seconds(requests, requests)[-1]
         return self._costs.draft_seconds(model.source, requests) * requests + model.catch_up_seconds + rows
@@ -296,7 +296,7 @@ class Planner:
     def _count(self, chances: Sequence[float]) -> int:
         """Return how many rows to verify, the root's included, of nodes with these falling chances."""
         for model in self.models:
-            if model.is_first_layer_trial:
+            if model.is_first_level_trial:
                 return 2
         best, worth = self._best(chances)
         fewer, exploration = (best + 1) // 2, self._costs.exploration
@@ -320,13 +320,13 @@ class Planner:
             return
         self._rest = 0
         for model in self.models:
-            if not model.layers:
+            if not model.levels:
                 continue
             step = self._step_price(model)
-            gains: dict[tuple[str, int, int], float] = {}  # the least gain of the layers that share an option
-            for layer in range(model.first, model.layers):
-                gave = max(model.doubtful_worth, float(len(path) > layer + 1)) if layer == model.doubtful else inf
-                option = model.layer_option(layer)
+            gains: dict[tuple[str, int, int], float] = {}  # the least gain of the levels that share an option
+            for level in range(model.first, model.levels):
+                gave = max(model.doubtful_worth, float(len(path) > level + 1)) if level == model.doubtful else inf
+                option = model.level_option(level)
                 gains[option] = min(gains.get(option, inf), gave - step)
             for option, gain in gains.items():
                 self._costs.exploration.record_use(option, gain)

@@ -10,7 +10,7 @@ from outpace.core.stats import BatchedUpdates, DecayedMean
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Source
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import LayerGains
+from outpace.planning.estimators import LevelGains
 
 _CONTINUES = 0.97  # trust in a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
@@ -23,20 +23,20 @@ class BatchRows:
     """Number of rows in the pass that is being built: for each request those of this round or, until it has chosen,
     those of its last pass. A request that plans later sees what was planned before.
 
-    `layers`: by layer, the requests for which it is grown in this round; they share its forward.
+    `levels`: by level, the requests for which it is grown in this round; they share its forward.
     """
 
     rows: int = 0
-    layers: list[int] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
 
-    def add_layer(self, layer: int) -> None:
-        """Count one more request that grows this layer."""
-        self.layers += [0] * (layer + 1 - len(self.layers))
-        self.layers[layer] += 1
+    def add_level(self, level: int) -> None:
+        """Count one more request that grows this level."""
+        self.levels += [0] * (level + 1 - len(self.levels))
+        self.levels[level] += 1
 
-    def num_growing(self, layer: int) -> int:
-        """Return for how many requests this layer was grown; 1 for a request that was paused within its round."""
-        return self.layers[layer] if layer < len(self.layers) else 1
+    def num_growing(self, level: int) -> int:
+        """Return for how many requests this level was grown; 1 for a request that was paused within its round."""
+        return self.levels[level] if level < len(self.levels) else 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -125,7 +125,7 @@ class LookupSource:
 
 
 class ModelSource:
-    """A source that runs a model, and what its layers gave this request.
+    """A source that runs a model, and what its levels gave this request.
 
     A request that runs alone explores in its first rounds what the model gives for its text, whatever it gave for
     others.
@@ -133,33 +133,33 @@ class ModelSource:
 
     def __init__(self, source: Source, context: PlanningContext) -> None:
         self.source = source
-        self.layers = 0  # of this round's tree
-        self.first = 0  # layers that a worker had drafted before the round
+        self.levels = 0  # of this round's tree
+        self.first = 0  # levels that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
-        self.doubtful = -1  # the layer of this round that was grown to find out whether it pays
-        self.doubtful_worth = 0.0  # tokens that this layer was expected to add once its nodes were known
+        self.doubtful = -1  # the level of this round that was grown to find out whether it pays
+        self.doubtful_worth = 0.0  # tokens that this level was expected to add once its nodes were known
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
-        self._gains_own = self._costs.initial_layer_gains(source)
+        self._level_gains = self._costs.initial_level_gains(source)
         self._rounds = 0  # in which it drafted
         self.gain = 0.0  # accepted tokens of these rounds minus the price of reading and of its draft steps, in tokens
 
     @property
-    def is_first_layer_trial(self) -> bool:
-        """Whether its first layer in this round is a trial."""
-        return self.is_trial and self.layers == 1 and not self.first
+    def is_first_level_trial(self) -> bool:
+        """Whether its first level in this round is a trial."""
+        return self.is_trial and self.levels == 1 and not self.first
 
     @property
-    def yields(self) -> LayerGains:
-        """The yields of its layers: this request's own if it runs alone, else those of all requests."""
+    def gains(self) -> LevelGains:
+        """The gains of its levels: this request's own if it runs alone, else those of all requests."""
         is_alone = self._context.requests == 1
-        return self._gains_own if is_alone else self._costs.layer_gains(self.source, self._context.requests)
+        return self._level_gains if is_alone else self._costs.level_gains(self.source, self._context.requests)
 
     def gave(self, worth: float, reach: float) -> None:
-        """Learn that the next layer added `worth` tokens below leaves that the walk reaches with the chance `reach`."""
-        self._costs.layer_gains(self.source, self._context.requests).learn(self.layers, worth, reach)
+        """Learn that the next level added `worth` tokens below leaves that the walk reaches with the chance `reach`."""
+        self._costs.level_gains(self.source, self._context.requests).learn(self.levels, worth, reach)
         if self._context.requests == 1:
-            self._gains_own.learn(self.layers, worth, reach)
+            self._level_gains.learn(self.levels, worth, reach)
 
     @property
     def is_behind(self) -> bool:
@@ -170,7 +170,7 @@ class ModelSource:
     def catch_up_seconds(self) -> float:
         """Expected seconds for reading the text that the model has not read."""
         behind = len(self._context.committed) - self._read
-        return self._costs.draft_prefill_seconds(self.source, behind) if behind > 0 and not self.layers else 0.0
+        return self._costs.draft_prefill_seconds(self.source, behind) if behind > 0 and not self.levels else 0.0
 
     @property
     def expected_tokens(self) -> int:
@@ -187,7 +187,7 @@ class ModelSource:
         tokens."""
         self._read = len(self._context.committed) + emitted
         self._rounds += 1
-        self.gain += emitted - 1 - step * (self.layers - self.first)
+        self.gain += emitted - 1 - step * (self.levels - self.first)
 
     def end(self) -> None:
         """End the request: record whether its drafts paid, which decides what a trial on the next text may cost."""

@@ -18,12 +18,12 @@ from outpace.card.loop import Close, Message
 from outpace.card.protocol_pb2 import Close as CloseMessage
 from outpace.card.protocol_pb2 import Event, FromDrafter, FromTarget, Ping
 from outpace.card.wire import (
-    LayerLimit,
+    LevelLimit,
     check,
     event_message,
     identity_of,
     parser,
-    read_layer,
+    read_level,
     read_request,
     read_seconds,
 )
@@ -128,7 +128,7 @@ class ClientStream(DraftingClient):
         self.number = listener.worker.join(self)
         self.group: ChoiceGroup | None = None
         self._request: Request | None = None
-        self._limit = LayerLimit()
+        self._limit = LevelLimit()
         self._num_pings, self._last_ping = 0, 0.0
         self.outbox: Outbox[Message | FromTarget] = Outbox(FromTarget, _add_message)
         self.outbox.deadline = time.monotonic() + HELLO_SECONDS  # of the request
@@ -156,12 +156,12 @@ class ClientStream(DraftingClient):
         if message.HasField("pong"):
             check(0 < message.pong.number == self._num_pings, f"pong {message.pong.number} answers no ping")
             self.note_trip(time.monotonic() - self._last_ping)
-        if not message.layers:
+        if not message.levels:
             return
-        layers = [read_layer(layer, own.num_tokens) for layer in message.layers]
-        for layer in layers:
-            self._limit.count(0, layer)
-        self.insert(layers, read_seconds(message.seconds))
+        levels = [read_level(level, own.num_tokens) for level in message.levels]
+        for level in levels:
+            self._limit.count(0, level)
+        self.insert(levels, read_seconds(message.seconds))
         if time.monotonic() > self._last_ping + PING_SECONDS:
             self._num_pings, self._last_ping = self._num_pings + 1, time.monotonic()
             self.outbox.put(FromTarget(ping=Ping(number=self._num_pings)))

@@ -117,7 +117,7 @@ def run_setup(
     some: Sequence[IndexedAnswer] | None = None,
     delay: float = 0.0,
 ) -> Outcome:
-    """Replay a setup over all answers, or `some` of them, sequentially in one engine. `delay`: time that layers and
+    """Replay a setup over all answers, or `some` of them, sequentially in one engine. `delay`: time that levels and
     corrections travel between the devices, in target passes."""
     draft = ReplayDraft(indexed, costs.draft)
     clock = _Clock(draft.seconds, costs.target, shared=devices == 1, delay=delay * costs.target(1))
