@@ -36,7 +36,7 @@ from outpace.models.distributed.pipeline import PipelineModel, PipelineStage
 from outpace.models.llama.torch import attention
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import ExplorationBudget
-from outpace.planning.overlap import Overlap
+from outpace.planning.parallel_policy import ParallelDraftPolicy
 from outpace.rules import _ratio, judge
 from outpace.rules import base as rules_base
 
@@ -280,10 +280,10 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planned: the target never waits", planned.Planner, "next_width", returning(0))
     ],
     "test_parallel_decoders.py::test_a_drafter_begins_a_level_that_ends_after_the_pass_if_hits_are_frequent": [
-        ("planned: the drafter is never paused", Overlap, "during", returning(DraftDirectives()))
+        ("planned: the drafter is never paused", ParallelDraftPolicy, "for_pass", returning(DraftDirectives()))
     ],
     "test_parallel_decoders.py::test_planned_drafts_sequentially_on_one_device": [
-        ("planned: never drafts sequentially", Overlap, "_choose", nothing)
+        ("planned: never drafts sequentially", ParallelDraftPolicy, "_choose", nothing)
     ],
     "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure": [
         ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)

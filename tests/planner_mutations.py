@@ -30,18 +30,18 @@ def corrected_in_any_case(init: Original) -> Original:
     def mutated(self: Any, costs: Any, sources: Any, text: Any) -> None:
         init(self, costs, sources, text)
         for source in sources:
-            self._own.setdefault(source.name, DecayedMean(0.0, 0.0))
+            self._means.setdefault(source.name, DecayedMean(0.0, 0.0))
 
     return mutated
 
 
-def of_own_rounds(trust: Original) -> Original:
-    """A request's trust without the prior of all requests, and of the last few rounds."""
+def of_own_rounds(factors: Original) -> Original:
+    """A request's factors without the prior of all requests, and of the last few rounds."""
 
     def mutated(self: Any) -> Any:
-        for own in self._own.values():
-            own._fade = 0.8
-        return {name: self._own[name].value if known else 0.0 for name, known in trust(self).items()}
+        for mean in self._means.values():
+            mean._fade = 0.8
+        return {name: self._means[name].value if known else 0.0 for name, known in factors(self).items()}
 
     return mutated
 
@@ -159,24 +159,24 @@ def resetting(attribute: str, value: int) -> Original:
 
 MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
     "test_planner.py::test_a_few_bad_rounds_do_not_end_a_draft_that_pays": [
-        ("planner: a few bad rounds end a draft", AcceptanceModel, "_known_trusts", of_own_rounds),
+        ("planner: a few bad rounds end a draft", AcceptanceModel, "_current_factors", of_own_rounds),
     ],
     "test_planner.py::test_chances_of_a_calibrated_drafter_are_not_corrected": [
         ("planner: fitted chances are corrected too", AcceptanceModel, "__init__", corrected_in_any_case),
     ],
     "test_planner.py::test_a_level_promises_less_below_four_unlikely_leaves_than_below_a_likely_one": [
-        ("planner: unlikely leaves add up", Planner, "_reach", with_zero("_row")),
+        ("planner: unlikely leaves add up", Planner, "_parent_chances", with_zero("_row")),
     ],
     "test_planner.py::test_nodes_with_small_chances_are_not_verified_if_rows_cost_time": [
         ("planner: rows cost nothing", Planner, "_best", with_zero("price")),
-        ("planner: the whole tree is verified", Planner, "chosen", whole_trees),
+        ("planner: the whole tree is verified", Planner, "nodes_to_verify", whole_trees),
     ],
     "test_planner.py::test_a_draft_that_fails_is_tried_less_and_less": [
-        ("planner: a drafter's chances are not corrected", AcceptanceModel, "of", uncorrected),
+        ("planner: a drafter's chances are not corrected", AcceptanceModel, "chances", uncorrected),
         ("planner: one more level whatever it costs", Planner, "next_width", always_deeper),
         ("planner: what failed is tried as often as before", ExplorationBudget, "record_use", returning(None)),
     ],
-    "test_planner.py::test_trust_and_costs_are_kept_by_source": [
+    "test_planner.py::test_factors_and_costs_are_kept_by_source": [
         ("planner: all nodes are the first source's", AcceptanceModel, "learn", of_one_source),
     ],
     "test_planner.py::test_speedups": [
@@ -192,10 +192,10 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: levels beyond the end are planned", Planner, "next_width", with_tokens_left),
     ],
     "test_planner.py::test_a_level_has_no_parents_where_the_text_ends": [
-        ("planner: the last tokens have children", Planner, "_reach", with_tokens_left),
+        ("planner: the last tokens have children", Planner, "_parent_chances", with_tokens_left),
     ],
     "test_planner.py::test_each_text_finds_out_what_its_draft_is_worth": [
-        ("planner: nothing is explored", Planner, "_explores", returning(False)),
+        ("planner: nothing is explored", Planner, "_should_explore", returning(False)),
         ("planner: it explores whatever that gave", ModelSource, "end_round", returning(None)),
     ],
     "test_planner.py::test_requests_share_the_rows_that_cost_little": [
@@ -205,13 +205,18 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: copies' rows cost nothing", Planner, "_learn_lookup", with_zero("price")),
     ],
     "test_asking.py::test_rejected_copies_are_queried_less_and_less_often": [
-        ("planner: copies are asked as often as before", LookupSource, "asked", resetting("_wait", 8)),
+        ("planner: copies are asked as often as before", LookupSource, "update_backoff", resetting("_wait", 8)),
     ],
     "test_asking.py::test_a_repetition_is_copied_at_once": [
         ("planner: no text repeats itself", RepetitionDetector, "follow", returning(0)),
     ],
     "test_asking.py::test_repetitions_without_accepted_copies_are_not_queried_each_time": [
-        ("planner: a repetition in vain changes nothing", LookupSource, "asked", resetting("_min_repetition", 4)),
+        (
+            "planner: a repetition in vain changes nothing",
+            LookupSource,
+            "update_backoff",
+            resetting("_min_repetition", 4),
+        ),
     ],
     "test_costs.py::test_outliers_do_not_move_the_median": [
         ("costs: means instead of medians", estimators, "median_low", lambda original: fmean),

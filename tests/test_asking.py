@@ -85,7 +85,7 @@ def test_rejected_copies_are_queried_less_and_less_often() -> None:
     ratio = run.run()
     waits = [later - one for one, later in itertools.pairwise(run.queries)]
     assert ratio > 0.99
-    assert max(waits) >= sources._MOST_SKIPS
+    assert max(waits) >= sources._MAX_SKIPS
     assert sum(place > 400 for place in run.queries) < 800 / 32
     assert sum(waits[-5:]) > sum(waits[:5])
 
@@ -101,7 +101,7 @@ def test_a_repetition_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, new: in
     assert first <= new + sources._REPEATED + 1
     before = [place for place in run.queries if place < new]
     monkeypatch.setattr(sources, "_SKIPS", 1)
-    monkeypatch.setattr(sources, "_MOST_SKIPS", 1)
+    monkeypatch.setattr(sources, "_MAX_SKIPS", 1)
     always = CopyRun(text + text)
     always.run()
     assert run.seconds < always.seconds

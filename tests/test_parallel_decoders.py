@@ -27,7 +27,7 @@ from outpace.decoders.planned import Planned
 from outpace.drafters._tree_expander import level_frontier
 from outpace.planning.cost_model import CostModel, best_rows
 from outpace.planning.estimators import ExplorationBudget
-from outpace.planning.overlap import PARALLEL, Overlap
+from outpace.planning.parallel_policy import PARALLEL, ParallelDraftPolicy
 from outpace.planning.planner import Planner
 from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -217,8 +217,8 @@ def gain(*leaves: float) -> float:
     for token, leaf in enumerate(leaves):
         tree.add(0, token, log(leaf))
     worker = planner.models[0]
-    planner.found(tree, worker)
-    return planner._best_width(worker, planner._reach(tree, worker, leaves or (1.0,)))[1]
+    planner.load_candidates(tree, worker)
+    return planner._best_width(worker, planner._parent_chances(tree, worker, leaves or (1.0,)))[1]
 
 
 def test_waiting_gains_more_below_few_likely_leaves() -> None:
@@ -248,7 +248,7 @@ def test_planned_gains_by_waits() -> None:
 
 def test_planned_drafts_sequentially_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     found = planned("planned", 7.0, 1)
-    monkeypatch.setattr(Overlap, "_choose", lambda self, step, usual, price: None)
+    monkeypatch.setattr(ParallelDraftPolicy, "_choose", lambda self, step, usual, price: None)
     parallel = planned.__wrapped__("planned", 7.0, 1)
     assert found.seconds < 0.95 * parallel.seconds
     assert found.draft_idle > parallel.draft_idle
@@ -259,12 +259,12 @@ def test_a_drafter_begins_a_level_that_ends_after_the_pass_if_hits_are_frequent(
     costs = CostModel()
     context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
     for hits, levels in ((True, 3), (False, 2)):
-        overlap = Overlap(context, lambda: 1.0, 0.0)
+        policy = ParallelDraftPolicy(context, lambda: 1.0, 0.0)
         for _ in range(200):
             costs.record_round(1, 1, 1, 2.6, 0.0)
-            directives = overlap.during(1, 0.0)
-            overlap.learn(hits, 0.5)
-        assert overlap.mode == PARALLEL
+            directives = policy.for_pass(1, 0.0)
+            policy.learn(hits, 0.5)
+        assert policy.mode == PARALLEL
         assert directives.levels == levels
 
 
@@ -273,12 +273,12 @@ def test_a_drafter_far_away_never_rests(round_trip: float, levels: int | None) -
     """Its answer takes longer than half a pass of 2.6 draft steps, so the target does not wait for it."""
     costs = CostModel()
     context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs)
-    overlap = Overlap(context, lambda: 1.0, 0.0, lambda: round_trip)
+    policy = ParallelDraftPolicy(context, lambda: 1.0, 0.0, lambda: round_trip)
     for _ in range(200):
         costs.record_round(1, 1, 1, 2.6, 0.0)
-        directives = overlap.during(1, 0.0)
-        overlap.learn(False, 0.5)
-    assert (overlap.is_far, directives.levels) == (levels is None, levels)
+        directives = policy.for_pass(1, 0.0)
+        policy.learn(False, 0.5)
+    assert (policy.is_round_trip_long, directives.levels) == (levels is None, levels)
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,12 @@ def test_a_level_promises_less_below_four_unlikely_leaves_than_below_a_likely_on
         planner = planner_of(costs, DRAFT._replace(width=4), budget=32)
         planner.begin()
         tree, model = tree_of(DRAFT, *chances), planner.models[0]
-        planner.grown(tree, model)
-        found.append(planner._reach(tree, model)[-1])
+        planner.record_level(tree, model)
+        found.append(planner._parent_chances(tree, model)[-1])
     assert found[0] == pytest.approx(found[1]) if not row else found[0] > 1.5 * found[1] > 0
 
 
-def test_bad_copies_do_not_lower_the_trust_in_a_good_model() -> None:
+def test_bad_copies_do_not_lower_the_factor_of_a_good_model() -> None:
     alone, with_copies = World(0.9, always), World(0.9, always)
     with_copies.free_promise = 0.9
     assert with_copies.run(600) > 0.8 * alone.run(600) > 3.0
@@ -242,11 +242,11 @@ def test_no_level_is_planned_that_cannot_be_written(left: int) -> None:
     tree.current_source = DRAFT.name
     while planner.next_width(tree, model):
         tree.add(len(tree) - 1, RIGHT, tree.scores[-1] - 0.01)
-        planner.grown(tree, model)
+        planner.record_level(tree, model)
     assert tree.deepest == left - 1
-    assert len(planner.chosen(tree)) == left
+    assert len(planner.nodes_to_verify(tree)) == left
     tree.max_depth = left - 2
-    assert len(planner.chosen(tree)) == max(left - 1, 1), "what a drafter adds below that is not verified"
+    assert len(planner.nodes_to_verify(tree)) == max(left - 1, 1), "what a drafter adds below that is not verified"
 
 
 def test_a_level_has_no_parents_where_the_text_ends() -> None:
@@ -255,11 +255,11 @@ def test_a_level_has_no_parents_where_the_text_ends() -> None:
     tree = tree_of(COPIES, 0.9)
     tree.add(1, RIGHT, tree.scores[1])
     planner.begin()
-    planner.looked_up(tree)
+    planner.record_lookup(tree)
     reaches = []
     for left in (1000, 4, 3):
         planner._context.tokens_left = left
-        reaches.append(planner._reach(tree, planner.models[0]))
+        reaches.append(planner._parent_chances(tree, planner.models[0]))
     assert reaches[0] == reaches[1] == pytest.approx([0.9])
     assert reaches[2] == pytest.approx([0.1]), "the root, if the copies are wrong"
 
@@ -299,8 +299,8 @@ def test_a_text_counts_as_a_failure_if_its_drafts_did_not_pay_for_reading_it(len
     assert world.costs.exploration.is_due((DRAFT.name, "new text"), 0.9, 0.0, credit=1.0) is paid
 
 
-def test_trust_and_costs_are_kept_by_source() -> None:
-    """Two sources of copies, one right and one wrong, do not change the trust in each other or in the model."""
+def test_factors_and_costs_are_kept_by_source() -> None:
+    """Two sources of copies, one right and one wrong, do not change the factors of each other or of the model."""
     costs, guesses = CostModel(), Source("prediction", False)
     planner = planner_of(costs, COPIES, guesses, DRAFT, budget=16)
     for _ in range(20):
@@ -308,10 +308,10 @@ def test_trust_and_costs_are_kept_by_source() -> None:
         planner.begin()
         for copier, token in zip(planner.lookups, (WRONG, RIGHT), strict=True):
             costs.record_draft(copier.source, 0.01 if copier.source == COPIES else 0.04, 1)
-            copier.is_asked = True
+            copier.is_active = True
             tree.current_source = copier.source.name
             tree.add(0, token, math.log(0.5))
-            planner.looked_up(tree)
+            planner.record_lookup(tree)
         planner.uses_drafts = True
         planner.learn(tree, [0, 2])
     trust = costs.state_dict()["trust"]
@@ -322,7 +322,7 @@ def test_trust_and_costs_are_kept_by_source() -> None:
     assert costs.draft_seconds(guesses) == 0.04
 
 
-def test_trust_in_a_head_is_kept_by_the_length_of_the_text() -> None:
+def test_the_factor_of_a_head_is_kept_by_the_length_of_the_text() -> None:
     """Heads that were trained on short texts are right there and wrong in long ones."""
     costs, head = CostModel(), Source("eagle", True, by_length=True)
 
@@ -333,15 +333,15 @@ def test_trust_in_a_head_is_kept_by_the_length_of_the_text() -> None:
         model = of(length)
         for _ in range(60):
             model.learn(chain_of(head, (0.8,)), path)
-        model.work_in()
-    assert of(2047).trust(head) > 1.1
-    assert of(8192).trust(head) < 0.3
-    assert of(4000).trust(head) == of(100).trust(head), "not seen yet, so as in shorter texts"
-    assert of(40000).trust(head) == of(9000).trust(head)
+        model.flush()
+    assert of(2047).calibration_factor(head) > 1.1
+    assert of(8192).calibration_factor(head) < 0.3
+    assert of(4000).calibration_factor(head) == of(100).calibration_factor(head), "not seen yet, so as in shorter texts"
+    assert of(40000).calibration_factor(head) == of(9000).calibration_factor(head)
     again = CostModel()
     again.load_state_dict(costs.state_dict())
-    assert AcceptanceModel(again, (head,), [0] * 9000).trust(head) < 0.3
-    assert AcceptanceModel(again, (head,), [0] * 100).trust(head) > 1.1
+    assert AcceptanceModel(again, (head,), [0] * 9000).calibration_factor(head) < 0.3
+    assert AcceptanceModel(again, (head,), [0] * 100).calibration_factor(head) > 1.1
 
 
 @pytest.mark.parametrize("are_accepted", [True, False])
@@ -354,8 +354,8 @@ def test_chances_of_a_calibrated_drafter_are_not_corrected(are_accepted: bool) -
     for _ in range(20):
         planner, tree = planner_of(costs, copies, DRAFT), chain_of(copies, (0.9, 0.8, 0.7, 0.45))
         planner.begin()
-        planner.looked_up(tree)
-        assert planner.chosen(tree) == [0, 1, 2, 3]
+        planner.record_lookup(tree)
+        assert planner.nodes_to_verify(tree) == [0, 1, 2, 3]
         planner.learn(tree, [0, 1, 2, 3, 4] if are_accepted else [0])
         planner.end()
     assert copies.name not in costs.state_dict()["trust"]
@@ -368,11 +368,11 @@ def test_nodes_with_small_chances_are_not_verified_if_rows_cost_time() -> None:
     planner = Planner(place, Auto.Options())
     planner.begin()
     tree = tree_of(DRAFT, 0.6, 0.1, 0.1, 0.05)
-    planner.grown(tree, planner.models[0])
+    planner.record_level(tree, planner.models[0])
     # From eight to nine rows it costs two.
     for rows_of_others, chosen in ((0, [0, 1]), (3, [0, 1]), (7, [0])):
         place.rows_of_others = rows_of_others
-        assert planner.chosen(tree) == chosen
+        assert planner.nodes_to_verify(tree) == chosen
 
 
 @pytest.mark.parametrize("row", [0.59, 0.6, 0.7])
@@ -382,8 +382,11 @@ def test_rounds_whose_rows_cost_as_much_as_a_level_adds_teach_nothing(row: float
     planner.begin()
     gains = planner.models[0].gains
     before = gains.state_dict()
-    planner._row, planner._reached = row, 0.02  # a chance that was estimated to be above 1, less the price of a row
-    planner.grown(tree_of(DRAFT, 0.6), planner.models[0])
+    planner._row, planner._parent_chance = (
+        row,
+        0.02,
+    )  # a chance that was estimated to be above 1, less the price of a row
+    planner.record_level(tree_of(DRAFT, 0.6), planner.models[0])
     assert gains.state_dict() == before
     gains.learn(0, -3.0, 0.5)
     assert min(gains.state_dict()) >= 0.0
@@ -401,8 +404,8 @@ def test_requests_share_the_rows_that_cost_little() -> None:
         for planner, place in zip(planners, places, strict=True):
             planner.begin()
             tree = chain_of(DRAFT, [0.9**depth for depth in range(1, 8)])
-            planner.grown(tree, planner.models[0])
-            counts.append(len(planner.chosen(tree)))
+            planner.record_level(tree, planner.models[0])
+            counts.append(len(planner.nodes_to_verify(tree)))
             place.set_rows(counts[-1])
         assert sum(counts) == load.rows == 8
         assert [place.rows_of_others for place in places] == [8 - count for count in counts]
@@ -417,11 +420,11 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
     for _ in range(200):
         planner.begin()
         tree = tree_of(COPIES)
-        if not planner.is_plain and planner.lookups[0].is_asked:
+        if not planner.is_plain and planner.lookups[0].is_active:
             asked += 1
             costs.record_draft(COPIES, 0.001, 1)
             tree = chain_of(COPIES, (0.95, 0.9))
-            planner.looked_up(tree)
+            planner.record_lookup(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
         costs.record_round(4, 3 + len(tree), 4, 6.0, 0.0)
     assert asked > 150 if is_asked else 1 < asked < 20, asked
@@ -482,7 +485,7 @@ def steps_of_a_bad_model(requests: int, answers: int) -> int:
                 asked += 1
                 costs.record_draft(DRAFT, 0.5 * requests, width * requests, requests)
                 tree.add(tree_end(tree), WRONG, math.log(0.5))
-                planner.grown(tree, planner.models[0])
+                planner.record_level(tree, planner.models[0])
             planner.learn(tree, [0])
             costs.record_round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
             planner._context.batch.levels.clear()

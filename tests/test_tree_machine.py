@@ -16,7 +16,7 @@ from tree_twin import TreeTwin
 from outpace.core.tree import PREFIX, Role, TokenTree
 
 TOKENS, SCORES = st.integers(0, 6), st.floats(-6.0, 0.5, width=32)
-TRUST = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
+FACTORS = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 COLUMNS = ("tokens", "parents", "scores", "roles", "ids", "sources")
 
 
@@ -103,13 +103,13 @@ class TreeMachine(RuleBasedStateMachine):
         expected = sorted(leaves, reverse=True)[:count]
         assert max((abs(a - b) for a, b in zip(found, expected, strict=True)), default=0.0) < 1e-12
 
-    @rule(trust=TRUST, looked_up=st.integers(0, 99))
-    def chances(self, trust: dict[str, float], looked_up: int) -> None:
-        expected, looked_up = tree_twin.chances(self.twin, trust, 0.9), looked_up % len(self.twin)
-        assert self.tree.chances(trust, 0.9) == pytest.approx(expected, abs=1e-12)
+    @rule(factors=FACTORS, last_lookup_node=st.integers(0, 99))
+    def chances(self, factors: dict[str, float], last_lookup_node: int) -> None:
+        expected, last_lookup_node = tree_twin.chances(self.twin, factors, 0.9), last_lookup_node % len(self.twin)
+        assert self.tree.chances(factors, 0.9) == pytest.approx(expected, abs=1e-12)
         for with_root in (False, True):
-            found = self.tree.parent_chances(expected, "a", looked_up, 0.7, with_root)
-            parents = tree_twin.parent_chances(self.twin, expected, "a", looked_up, 0.7, with_root)
+            found = self.tree.parent_chances(expected, "a", last_lookup_node, 0.7, with_root)
+            parents = tree_twin.parent_chances(self.twin, expected, "a", last_lookup_node, 0.7, with_root)
             assert found == pytest.approx(parents, abs=1e-12)
 
     @rule(picks=st.lists(TOKENS, max_size=12))

@@ -199,24 +199,24 @@ def best_nodes(tree: TreeTwin, count: int) -> list[int]:
     return sorted(sorted(range(len(tree)), key=tree.scores.__getitem__, reverse=True)[:count])
 
 
-def chances(tree: TreeTwin, trust: Mapping[str, float], other: float) -> list[float]:
-    """Return the chance of each node: at each step the predicted one times the trust in the node's source."""
+def chances(tree: TreeTwin, factors: Mapping[str, float], other: float) -> list[float]:
+    """Return the chance of each node: at each step the predicted one times the factor of the node's source."""
     found = [1.0]
     for source, parent, score in zip(tree.sources[1:], tree.parents[1:], tree.scores[1:], strict=True):
-        step = math.exp(score - tree.scores[parent]) * trust.get(source, other)
+        step = math.exp(score - tree.scores[parent]) * factors.get(source, other)
         found.append(found[parent] * min(step, 1.0))
     return found
 
 
 def parent_chances(
-    tree: TreeTwin, chances: Sequence[float], source: str, looked_up: int, trust: float, with_root: bool
+    tree: TreeTwin, chances: Sequence[float], source: str, last_lookup_node: int, factor: float, with_root: bool
 ) -> list[float]:
     """Return the chances of leaves, and of looked-up nodes that the source has not expanded, less their children's."""
     found = [chances[leaf] for leaf in tree.leaves()]
-    for node in range(looked_up + 1):
+    for node in range(last_lookup_node + 1):
         children = tree.children(node)
         if source not in {tree.sources[child] for child in children} and (children if node else with_root):
-            found.append(trust * (chances[node] - sum(chances[child] for child in children)))
+            found.append(factor * (chances[node] - sum(chances[child] for child in children)))
     return found
 
 

@@ -178,9 +178,9 @@ class BatchedUpdates(Generic[T]):
         """Add updates, in this order."""
         self._waiting += facts
         if len(self._waiting) > min(self._most, self._learnt // self._most):
-            self.work_in()
+            self.flush()
 
-    def work_in(self) -> None:
+    def flush(self) -> None:
         """Apply the delayed updates."""
         for fact in self._waiting:
             self._learn(fact)

@@ -55,7 +55,7 @@ class Auto(Decoder):
                     yield from _grow(tree, planner)
                 if context.chains:  # the model may have added branches
                     tree = tree.copy(best_chain(tree))
-                if len(nodes := planner.chosen(tree)) < len(tree):
+                if len(nodes := planner.nodes_to_verify(tree)) < len(tree):
                     tree = tree.copy(nodes)
                 picks = yield Verify(tree)
                 verdict = context.request.rule.walk(tree, picks)
@@ -68,9 +68,9 @@ class Auto(Decoder):
 def _look_up(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
     """Let the sources that run no model propose, where they pay."""
     for source in planner.lookups:
-        if source.is_asked:
+        if source.is_active:
             yield Draft(tree, source.source)
-            planner.looked_up(tree)
+            planner.record_lookup(tree)
 
 
 def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
@@ -79,4 +79,4 @@ def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
         while width := planner.next_width(tree, source):
             if not (yield Draft(tree, source.source, width)):
                 break
-            planner.grown(tree, source)
+            planner.record_level(tree, source)

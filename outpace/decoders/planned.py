@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
-from outpace.planning.overlap import SEQUENTIAL, Overlap
+from outpace.planning.parallel_policy import SEQUENTIAL, ParallelDraftPolicy
 from outpace.planning.planner import Planner, PlannerOptions
 
 
@@ -27,29 +27,29 @@ class Planned(Decoder):
     def decode(self, context: RequestContext, options: PlannerOptions) -> DecoderGenerator:
         candidates, planner = context.candidates, Planner(context, options)
         worker = planner.models[0]
-        overlap = Overlap(context, context.draft_seconds, options.trials, context.round_trip)
+        policy = ParallelDraftPolicy(context, context.draft_seconds, options.trials, context.round_trip)
         try:
             while True:
                 planner.begin()
                 tree = candidates.query(context.budget)
-                overlap.learn(not candidates.missed, planner.found(tree, worker))
-                while not (candidates.is_given_up or overlap.is_far):
+                policy.learn(not candidates.missed, planner.load_candidates(tree, worker))
+                while not (candidates.is_given_up or policy.is_round_trip_long):
                     if not planner.next_width(tree, worker, candidates.best_chances(worker.source.width, leaves=True)):
                         break
-                    if overlap.mode == SEQUENTIAL:
-                        context.set_directives(overlap.next)
+                    if policy.mode == SEQUENTIAL:
+                        context.set_directives(policy.before_pass)
                     levels = candidates.levels
                     yield Await(levels + 1)
                     if candidates.levels == levels:  # the drafter is too far away, or too slow
                         break
                     tree = candidates.query(context.budget)
-                    planner.grown(tree, worker)
-                tree = tree.copy(planner.chosen(tree))
-                context.set_directives(overlap.during(len(tree), planner.price))
+                    planner.record_level(tree, worker)
+                tree = tree.copy(planner.nodes_to_verify(tree))
+                context.set_directives(policy.for_pass(len(tree), planner.price))
                 picks = yield Verify(tree)
                 commit = walk_and_correct(context, tree, picks)
-                if overlap.mode != SEQUENTIAL:  # sent at once, before the target has decided whether to wait
-                    context.set_directives(overlap.next)
+                if policy.mode != SEQUENTIAL:  # sent at once, before the target has decided whether to wait
+                    context.set_directives(policy.before_pass)
                 planner.learn(tree, commit.verdict.path)
                 yield commit._replace(plan=planner.plan)
         finally:

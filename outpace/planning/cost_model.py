@@ -16,13 +16,15 @@ from outpace.core.types import WORKER, Drafter, Source
 from outpace.models.base import Model
 from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
 
-_TRUST_FADE = 0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
-_SHORT_TEXT = 2048  # tokens; the trust in longer texts is kept by their length
+_CALIBRATION_FADE = (
+    0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
+)
+_SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
 _GAIN_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
 _EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _LEVELS = 8  # draft levels with estimates of their own
-MAX_PAUSE = 4  # most consecutive rounds that decode plainly without a plan
+MAX_PAUSE = 4  # longest run of rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 PRIOR_GAIN = 0.6  # prior: tokens that a level adds, per unit of acceptance probability at the leaves
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
@@ -46,17 +48,17 @@ class CostModel:
         self._rounds = LatencyCurve()
         self._pause, self._planned_from = 0, 0  # see `is_paused`
         self.exploration = ExplorationBudget()
-        self.last_pass_seconds = 0.0  # without them
+        self.last_pass_seconds = 0.0  # seconds of the last round without its drafting
         self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
         self._catching_up: set[str] = set()  # see `note_catch_up`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
         self._sharing = defaultdict[tuple[int, int], DecayedMean](partial(DecayedMean, 1.0, 4.0))  # see `sharing`
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
-        self._trust = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _TRUST_FADE))  # by source
+        self._factors = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _CALIBRATION_FADE))  # by source
         self._level_gains: dict[str, dict[int, LevelGains]] = {}  # by source and requests
         self._prices: dict[int, Prices] = {}  # by requests; cleared when a measurement changes them
-        gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _TRUST_FADE)
+        gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _CALIBRATION_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
         self._statistics: dict[str, DecayedMean] = {}  # see `statistic`
 
@@ -99,18 +101,20 @@ class CostModel:
         is_close = self.num_rounds % _EVERY == 0 and self.speedup(requests) < _CLEAR
         return is_close and self._rounds.is_stale(requests)
 
-    def trust(self, source: str, length: int = 0) -> DecayedMean:
+    def calibration_factor(self, source: str, length: int = 0) -> DecayedMean:
         """Return the ratio of accepted tokens to the sum of their predicted chances, for the source with this name.
 
         For texts of at least 2,048 tokens (`length`), there is one value for each power of two; a new one starts from
         that of texts of half the length.
         """
         if length < _SHORT_TEXT:
-            return self._trust[source]
+            return self._factors[source]
         name = f"{source}@{1 << (length.bit_length() - 1)}"
-        if name not in self._trust:
-            self._trust[name] = DecayedMean(self.trust(source, length // 2).value, 2.0, _TRUST_FADE)
-        return self._trust[name]
+        if name not in self._factors:
+            self._factors[name] = DecayedMean(
+                self.calibration_factor(source, length // 2).value, 2.0, _CALIBRATION_FADE
+            )
+        return self._factors[name]
 
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
         """Return the tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
@@ -258,16 +262,18 @@ class CostModel:
 
     def state_dict(self) -> dict[str, Any]:
         growth = {name: known[min(known)].state_dict() for name, known in self._level_gains.items() if known}
-        trust = {name: mean.value for name, mean in self._trust.items()}
+        factors = {name: mean.value for name, mean in self._factors.items()}
         draft = {name: curve.state_dict() for name, curve in self._steps.items()}
-        return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": trust, "growth": growth}
+        return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": factors, "growth": growth}
 
     def load_state_dict(self, profile: Mapping[str, Any]) -> None:
         """Start from what a profile stored."""
         self._rounds.load_state_dict(profile["rounds"])
         for name, times in profile["draft"].items():
             self._step_curve(Source(name, True)).load_state_dict(times)
-        self._trust |= {name: DecayedMean(float(value), 2.0, _TRUST_FADE) for name, value in profile["trust"].items()}
+        self._factors |= {
+            name: DecayedMean(float(value), 2.0, _CALIBRATION_FADE) for name, value in profile["trust"].items()
+        }
         for name, values in profile["growth"].items():
             self.level_gains(Source(name, True)).load_state_dict(values)
         self._prices.clear()

@@ -26,7 +26,9 @@ _WAIT_MARGIN = 1.5
 # same passes as another request's prompt are not timed.
 _MAX_UNTIMED_ROUNDS = 24
 _MIN_VALUE_OF_NODE = 0.25  # nodes whose chance is below this fraction of a row's price are not attached
-_MIN_REACHED = 0.1  # levels are not learnt from where rows cost so much that less than this is left of a certain leaf
+_MIN_PARENT_CHANCE = (
+    0.1  # levels are not learnt from where rows cost so much that less than this is left of a certain leaf
+)
 _UNKNOWN = 2  # maximum number of levels before the time of a draft step is known
 
 
@@ -39,7 +41,7 @@ class PlannerOptions(MethodOptions):
 
 
 class Planner:
-    """Plans the rounds of one request, from the engine's cost model and from the tokens that its drafts gave so far.
+    """Plans the rounds of one request, from the engine's cost model and from the tokens that its drafts added so far.
 
     A round is worth the expected tokens of its verified nodes minus the price of the time for drafting and verifying
     them. The price is the current rate in tokens per second, so that a round that pays raises the rate.
@@ -51,22 +53,23 @@ class Planner:
         self._acceptance = AcceptanceModel(self._costs, context.sources, context.committed)
         lookups = [source for source in context.sources if not source.runs_model]
         self.lookups = [
-            LookupSource(one, self._costs.initial_lookup_gain(one.name, context.requests)) for one in lookups
+            LookupSource(source, self._costs.initial_lookup_gain(source.name, context.requests)) for source in lookups
         ]
         self._repetitions = RepetitionDetector(context.committed)
-        self.models = [ModelSource(one, context) for one in context.sources if one.runs_model]
+        self.models = [ModelSource(source, context) for source in context.sources if source.runs_model]
         self._chances: list[float] = []  # acceptance of the nodes of this round's tree, descending
-        self._worth = 0.0  # of these nodes, in tokens
+        self._worth = 0.0  # worth of these nodes, in tokens
         self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
-        self._num_looked_up = 0  # lookup nodes of this round's tree
+        self._num_lookup_nodes = 0  # lookup nodes of this round's tree
         self.price = 0.0  # tokens that a second is worth in this round
         self._row = 0.0  # price of one more row in this round, in tokens
-        self._reached = 0.0  # chance that the target accepts a parent of the level being grown, less the price of rows
+        # Chance that the target accepts a parent of the level that is grown, less the price of rows.
+        self._parent_chance = 0.0
         self._rounds = 0
-        self._widths: list[int] = []  # of this round's levels
-        self._drafting = 0.0  # expected seconds of its draft steps
+        self._widths: list[int] = []  # widths of this round's levels
+        self._draft_seconds = 0.0  # expected seconds of this round's draft steps
         self._why = ""
-        self.plan: RoundPlan | None = None  # of this round, once the nodes to verify are chosen
+        self.plan: RoundPlan | None = None  # this round's plan, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
         self._is_paused = False  # this round decodes plainly and is not planned
         self._rest = 0  # length of the last pause of planning, in rounds; for a request that runs alone
@@ -80,9 +83,9 @@ class Planner:
         requests = self._context.requests
         self.uses_drafts, last, self.plan = False, self.plan, None
         for source in self.lookups:
-            source.is_asked = False
+            source.is_active = False
         has_chosen = requests == 1 and self._rest_left > 0  # `_rests` then chooses the lookup sources
-        self._is_paused = self._may_pause and self._rests(requests)
+        self._is_paused = self._may_pause and self._should_rest(requests)
         if self._is_paused:
             self._rounds, self.is_plain = self._rounds + 1, True
             self.plan = last if requests == 1 else None  # the plan that led to the pause is reported for its rounds
@@ -93,102 +96,102 @@ class Planner:
         self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests)
         self._rounds += 1
         for model in self.models:
-            model.levels, model.first, model.doubtful, model.is_trial = 0, 0, -1, False
+            model.levels, model.first, model.trial_level, model.is_trial = 0, 0, -1, False
         self._chances, self._worth = [], 0.0
-        self._widths, self._drafting, self._why = [], 0.0, "no source has anything to add"
+        self._widths, self._draft_seconds, self._why = [], 0.0, "no source has anything to add"
         if self.is_plain:
             self._why = "a plain round is timed" if self._context.budget > 1 else "no row is left for drafts"
             for source in self.lookups:
-                source.is_asked = False
+                source.is_active = False
             return
-        self._lookup_chance, self._num_looked_up = 0.0, 0
+        self._lookup_chance, self._num_lookup_nodes = 0.0, 0
         self._row = self.price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
         if not has_chosen:
             self._choose_lookups()
-        self.uses_drafts = any(source.is_asked for source in self.lookups)
+        self.uses_drafts = any(source.is_active for source in self.lookups)
 
-    def _rests(self, requests: int) -> bool:
+    def _should_rest(self, requests: int) -> bool:
         """Return whether this round skips planning, because no source drafted in the last planned round. A request that
-        runs alone still chooses its lookup sources; if one is to be asked, the round is planned."""
+        runs alone still chooses its lookup sources; if one is active, the round is planned."""
         if requests > 1:
-            return self._costs.is_paused(requests) and not any(map(self._gains, self.lookups))
+            return self._costs.is_paused(requests) and not any(map(self._lookup_pays, self.lookups))
         if not self._rest_left:
             return False
         self._rest_left -= 1
         self._choose_lookups()
-        return not any(source.is_asked for source in self.lookups)
+        return not any(source.is_active for source in self.lookups)
 
     def _choose_lookups(self) -> None:
-        """Choose the lookup sources that are asked in this round. Called once per round: `is_due` counts calls."""
+        """Choose the lookup sources that are active in this round. Called once per round: `is_due` counts calls."""
         for source in self.lookups:
-            source.is_asked = self._gains(source) or source.is_due(self._repetitions)
+            source.is_active = self._lookup_pays(source) or source.is_due(self._repetitions)
 
-    def _gains(self, lookup: LookupSource) -> bool:
+    def _lookup_pays(self, lookup: LookupSource) -> bool:
         """Return whether the tokens that a lookup source adds are worth more than the CPU time that it takes."""
         return lookup.gain.value > self.price * self._costs.draft_seconds(lookup.source)
 
-    def looked_up(self, tree: TokenTree) -> None:
+    def record_lookup(self, tree: TokenTree) -> None:
         """Record that a lookup source has added its nodes."""
-        self._lookup_chance = sum(map(self._acceptance.of(tree).__getitem__, tree.children(0)))
-        self._num_looked_up = len(tree) - 1
+        self._lookup_chance = sum(map(self._acceptance.chances(tree).__getitem__, tree.children(0)))
+        self._num_lookup_nodes = len(tree) - 1
 
-    def found(self, tree: TokenTree, model: ModelSource) -> float:
+    def load_candidates(self, tree: TokenTree, model: ModelSource) -> float:
         """Record the candidates that a worker drafted before this round; return their worth in tokens."""
         model.levels = model.first = tree.deepest
         self.uses_drafts = len(tree) > 1
-        self._chances = self._falling(tree)
+        self._chances = self._sorted_chances(tree)
         self._worth = self._best(self._chances)[1]
         return self._worth
 
-    def _falling(self, tree: TokenTree) -> list[float]:
+    def _sorted_chances(self, tree: TokenTree) -> list[float]:
         """Return the acceptance chances of the best nodes that fit into the budget besides the root, best first."""
-        return sorted(self._acceptance.of(tree)[1:], reverse=True)[: self._context.budget - 1]
+        return sorted(self._acceptance.chances(tree)[1:], reverse=True)[: self._context.budget - 1]
 
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
         """Return how many nodes the draft model should expand in another level; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
-        most = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
-        is_deep = model.levels - model.first >= most or model.levels >= self._context.tokens_left - 1
+        max_levels = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
+        is_deep = model.levels - model.first >= max_levels or model.levels >= self._context.tokens_left - 1
         if self.is_plain or model.is_trial or is_deep:
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
         catch_up = model.catch_up_seconds
-        reach = self._reach(tree, model, leaves)
-        width, gain = self._best_width(model, reach)
+        parents = self._parent_chances(tree, model, leaves)
+        width, gain = self._best_width(model, parents)
         if not width:
-            expected = model.gains.value(model.levels) * reach[0] if reach else 0.0
+            expected = model.gains.value(model.levels) * parents[0] if parents else 0.0
             self._why = f"a level adds {expected:.2f}, must add {self._step_price(model):.2f}"
         if gain <= self.price * catch_up / max(1, model.expected_tokens):  # reading is paid once for all rounds
-            explores = self._explores(model)
+            explores = self._should_explore(model)
             if not explores and not self._is_due(model):
                 return 0
-            width, model.is_trial, model.doubtful, model.doubtful_worth = width or 1, not explores, model.levels, 0.0
+            width, model.is_trial, model.trial_level, model.trial_tokens = width or 1, not explores, model.levels, 0.0
         elif catch_up and catch_up > model.may_save():
             self._why = "the answer is too short for the draft model to read the text"
             return 0
-        self._reached = reach[width - 1] if reach else 0.0
+        self._parent_chance = parents[width - 1] if parents else 0.0
         if not model.levels:
-            tree.min_score = self._min_score(self._acceptance.trust(model.source))
+            tree.min_score = self._min_score(self._acceptance.calibration_factor(model.source))
             if model.is_behind:
                 self._costs.note_catch_up(model.source)
                 model.gain -= self.price * catch_up
         self.uses_drafts = True
         self._context.batch.add_level(model.levels)
         self._widths.append(width)
-        self._drafting += (
+        self._draft_seconds += (
             self._costs.draft_seconds(model.source, self._context.requests, width) * self._context.requests
         )
         return width
 
-    def _best_width(self, model: ModelSource, reach: Sequence[float]) -> tuple[int, float]:
+    def _best_width(self, model: ModelSource, parents: Sequence[float]) -> tuple[int, float]:
         """Return the width at which the next level gains most above its cost, and that gain; 0 if no width gains."""
         best, best_gain, width = 0, 0.0, 1
-        if not reach:
+        if not parents:
             return best, best_gain
         value, price, sharing = model.gains.value(model.levels), self._second_price(model), self._sharing(model)
-        while width <= len(reach):
-            gain = value * reach[width - 1] - price * self._costs.draft_seconds(model.source, sharing, width)
+        while width <= len(parents):
+            gain = value * parents[width - 1] - price * self._costs.draft_seconds(model.source, sharing, width)
             if gain > best_gain:
                 best, best_gain = width, gain
             width *= 2
@@ -211,49 +214,53 @@ class Planner:
         before = self._context.batch.num_growing(level - 1) if level else requests
         return max(1.0, before * self._costs.sharing(requests, level).value)
 
-    def _reach(self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None) -> list[float]:
+    def _parent_chances(
+        self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None
+    ) -> list[float]:
         """Return the chance that the target accepts one of the likeliest 1, 2, ... parents of the model's next level.
 
         Parents are leaves, and the root and lookup nodes that the model has not expanded, with the chance that no
         lookup node continues them. Each counts with its excess over the price of a row, because four unlikely leaves
         are worth less than one leaf that is as likely as the four together.
         """
-        chances, least = self._acceptance.of(tree), self._row / PRIOR_GAIN
-        trust = self._acceptance.trust(model.source)
+        chances, row_chance = self._acceptance.chances(tree), self._row / PRIOR_GAIN
+        factor = self._acceptance.calibration_factor(model.source)
         if predicted:
-            parents = [trust * leaf for leaf in predicted]
+            parents = [factor * leaf for leaf in predicted]
         else:
-            parents = tree.parent_chances(chances, model.source.name, self._num_looked_up, trust, not model.levels)
+            parents = tree.parent_chances(chances, model.source.name, self._num_lookup_nodes, factor, not model.levels)
             deepest = self._context.tokens_left - 2  # below it only the target writes
             if tree.deepest > deepest:
                 leaves = tree.leaves()
                 kept = [chance for chance, leaf in zip(parents, leaves, strict=False) if tree.depth(leaf) <= deepest]
                 parents = [*kept, *parents[len(leaves) :]]
-        above = [chance - least for chance in sorted(parents, reverse=True)[: model.source.width] if chance > least]
-        return [*accumulate(above)]
+        best = sorted(parents, reverse=True)[: model.source.width]
+        return [*accumulate(chance - row_chance for chance in best if chance > row_chance)]
 
-    def _min_score(self, trust: float) -> float:
+    def _min_score(self, factor: float) -> float:
         """Return the path score below which a node is not attached."""
-        return log(_MIN_VALUE_OF_NODE * self._row / trust) if self._row > 0.0 < trust else -inf
+        return log(_MIN_VALUE_OF_NODE * self._row / factor) if self._row > 0.0 < factor else -inf
 
-    def grown(self, tree: TokenTree, model: ModelSource) -> None:
+    def record_level(self, tree: TokenTree, model: ModelSource) -> None:
         """Learn from a level that the model has added."""
         # Next to likely lookups a level adds less than usual, which says nothing about other rounds.
         if self._lookup_chance <= MAX_LOOKUP_CHANCE:
-            before, self._chances = self._worth, self._falling(tree)
+            before, self._chances = self._worth, self._sorted_chances(tree)
             rows, worth = self._best(self._chances)
             self._worth = worth
-            most = self._costs.max_extra_rows(self._context.rows_of_others)
-            is_cut = len(self._chances) >= rows > most  # by the limit on untimed rows, not by what pays
-            most_reached = 1.0 - self._row / PRIOR_GAIN  # scales samples, so that each weighs as much as a certain leaf
-            if not is_cut and self._reached and most_reached > _MIN_REACHED:
-                model.gave((worth - before) / most_reached, self._reached / most_reached)
-            if model.doubtful == model.levels:
-                model.doubtful_worth = worth - before
+            max_rows = self._costs.max_extra_rows(self._context.rows_of_others)
+            is_cut = len(self._chances) >= rows > max_rows  # by the limit on untimed rows, not by what pays
+            max_parent_chance = (
+                1.0 - self._row / PRIOR_GAIN
+            )  # scales samples, so that each weighs as much as a certain leaf
+            if not is_cut and self._parent_chance and max_parent_chance > _MIN_PARENT_CHANCE:
+                model.record_gain((worth - before) / max_parent_chance, self._parent_chance / max_parent_chance)
+            if model.trial_level == model.levels:
+                model.trial_tokens = worth - before
         model.levels += 1
 
-    def _explores(self, model: ModelSource) -> bool:
-        """Return whether to grow a first level to see what the model gives for this text, whatever it gave for others.
+    def _should_explore(self, model: ModelSource) -> bool:
+        """Return whether to grow a first level to see what the model gains for this text, whatever it gained for others.
         This may cost what the model is assumed to save, halved for each preceding answer for which it did not pay."""
         if model.levels or not model.is_new_text or self._context.requests > 1:
             return False
@@ -277,12 +284,12 @@ class Planner:
         rows = self._costs.extra_seconds(requests, requests)[-1]
         return self._costs.draft_seconds(model.source, requests) * requests + model.catch_up_seconds + rows
 
-    def chosen(self, tree: TokenTree) -> list[int]:
+    def nodes_to_verify(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
         and then it returns fewer than pay, to time a pass over so few rows."""
         if self._is_paused:
             return [0]
-        chances = self._acceptance.of(tree)
+        chances = self._acceptance.chances(tree)
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
         if tree.deepest > tree.max_depth:
             best = [node for node in best if tree.depth(node) <= tree.max_depth]
@@ -290,7 +297,7 @@ class Planner:
         nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
         seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))
         tokens = 1.0 + sum(map(chances.__getitem__, nodes))
-        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._drafting, self.price, self._why)
+        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._draft_seconds, self.price, self._why)
         return sorted([0, *nodes])
 
     def _count(self, chances: Sequence[float]) -> int:
@@ -323,21 +330,21 @@ class Planner:
             if not model.levels:
                 continue
             step = self._step_price(model)
-            gains: dict[tuple[str, int, int], float] = {}  # the least gain of the levels that share an option
+            gains: dict[tuple[str, int, int], float] = {}  # the smallest gain of the levels that share an option
             for level in range(model.first, model.levels):
-                gave = max(model.doubtful_worth, float(len(path) > level + 1)) if level == model.doubtful else inf
+                added = max(model.trial_tokens, float(len(path) > level + 1)) if level == model.trial_level else inf
                 option = model.level_option(level)
-                gains[option] = min(gains.get(option, inf), gave - step)
+                gains[option] = min(gains.get(option, inf), added - step)
             for option, gain in gains.items():
                 self._costs.exploration.record_use(option, gain)
             model.end_round(len(path), step)
         self._acceptance.learn(tree, path)
         for source in self.lookups:
-            if source.is_asked:
+            if source.is_active:
                 self._learn_lookup(source, tree, path)
 
     def end(self) -> None:
-        self._acceptance.work_in()
+        self._acceptance.flush()
         for model in self.models:
             model.end()
 
@@ -348,5 +355,5 @@ class Planner:
             seconds = self._costs.extra_seconds(self._context.rows_of_others + 1, count)[-1] / count
             gain = [*map(tree.sources.__getitem__, path)].count(name) - self.price * seconds * rows
         lookup.gain.learn(gain)
-        lookup.asked(self._gains(lookup), self._repetitions)
+        lookup.update_backoff(self._lookup_pays(lookup), self._repetitions)
         self._costs.lookup_gain(name, self._context.requests).learn(gain)

@@ -46,12 +46,12 @@ class PlanningContext:
 
     committed: Sequence[int]  # the prompt and the tokens written so far
     costs: CostModel = field(repr=False)  # shared by all requests of the engine
-    sources: Sequence[Source] = ()  # of its drafter, where drafting and verification alternate
+    sources: Sequence[Source] = ()  # sources of its drafter, where drafting and verification alternate
     budget: int = 1
     requests: int = 1  # running requests, this one included
     rows: int = 1  # its own part of `batch`
     batch: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)
-    tokens_left: int = 1  # that may still be written
+    tokens_left: int = 1  # tokens that may still be written
 
     @property
     def rows_of_others(self) -> int:
@@ -65,7 +65,7 @@ class PlanningContext:
 
 
 _USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
-_SKIPS, _MOST_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
+_SKIPS, _MAX_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
 _REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
 _EXPLORED = 3  # rounds at the beginning of an answer that find out what a model is worth for its text
 _SAVED = 0.15  # fraction of plain decoding's time that a model is assumed to save, weighed against reading the text
@@ -94,7 +94,7 @@ class RepetitionDetector:
 
 
 class LookupSource:
-    """A source that runs no model, and what it gave this request.
+    """A source that runs no model, and what it gained for this request.
 
     While it gains nothing it is asked less and less often, but at once when the text repeats itself for longer than it
     did when asking was in vain.
@@ -103,7 +103,7 @@ class LookupSource:
     def __init__(self, source: Source, gain: DecayedMean) -> None:
         self.source = source
         self.gain = gain  # tokens that it adds to a round that asks it, minus the price of its rows
-        self.is_asked = False  # in this round
+        self.is_active = False  # whether it drafts in this round
         self._skipped = 0  # rounds since it was asked
         self._wait = _SKIPS  # rounds until it is asked again
         self._min_repetition = _REPEATED  # repeated tokens that make it worth asking
@@ -113,22 +113,22 @@ class LookupSource:
         self._skipped += 1
         return self._skipped >= self._wait or repetitions.follow() >= self._min_repetition
 
-    def asked(self, gains: bool, repetitions: RepetitionDetector) -> None:
+    def update_backoff(self, pays: bool, repetitions: RepetitionDetector) -> None:
         """Adapt the waiting time after a round in which it was asked."""
-        if gains:
+        if pays:
             self._wait, self._min_repetition = _SKIPS, _REPEATED
         elif self._skipped >= self._wait:
-            self._wait = min(2 * self._wait, _MOST_SKIPS)
+            self._wait = min(2 * self._wait, _MAX_SKIPS)
         elif self._skipped:
             self._min_repetition = 2 * max(repetitions.follow(), _REPEATED)
         self._skipped = 0
 
 
 class ModelSource:
-    """A source that runs a model, and what its levels gave this request.
+    """A source that runs a model, and what its levels gained for this request.
 
-    A request that runs alone explores in its first rounds what the model gives for its text, whatever it gave for
-    others.
+    A request that runs alone explores in its first rounds what the model gains for its text, whatever it gained
+    for others.
     """
 
     def __init__(self, source: Source, context: PlanningContext) -> None:
@@ -136,12 +136,12 @@ class ModelSource:
         self.levels = 0  # of this round's tree
         self.first = 0  # levels that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
-        self.doubtful = -1  # the level of this round that was grown to find out whether it pays
-        self.doubtful_worth = 0.0  # tokens that this level was expected to add once its nodes were known
+        self.trial_level = -1  # the level of this round that was grown to find out whether it pays
+        self.trial_tokens = 0.0  # tokens that this level was expected to add once its nodes were known
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
         self._level_gains = self._costs.initial_level_gains(source)
-        self._rounds = 0  # in which it drafted
+        self._rounds = 0  # rounds in which it drafted
         self.gain = 0.0  # accepted tokens of these rounds minus the price of reading and of its draft steps, in tokens
 
     @property
@@ -155,11 +155,11 @@ class ModelSource:
         is_alone = self._context.requests == 1
         return self._level_gains if is_alone else self._costs.level_gains(self.source, self._context.requests)
 
-    def gave(self, worth: float, reach: float) -> None:
-        """Learn that the next level added `worth` tokens below leaves that the walk reaches with the chance `reach`."""
-        self._costs.level_gains(self.source, self._context.requests).learn(self.levels, worth, reach)
+    def record_gain(self, tokens: float, chance: float) -> None:
+        """Learn that the next level added this many tokens below leaves that the walk reaches with this chance."""
+        self._costs.level_gains(self.source, self._context.requests).learn(self.levels, tokens, chance)
         if self._context.requests == 1:
-            self._level_gains.learn(self.levels, worth, reach)
+            self._level_gains.learn(self.levels, tokens, chance)
 
     @property
     def is_behind(self) -> bool:
@@ -196,7 +196,7 @@ class ModelSource:
 
     @property
     def is_new_text(self) -> bool:
-        """Whether the request is still finding out what the model gives for its text."""
+        """Whether the request is still finding out what the model gains for its text."""
         return self._rounds < _EXPLORED
 
     @property

@@ -14,7 +14,7 @@ _REST = DraftDirectives(levels=0)
 PARALLEL, SEQUENTIAL = "parallel", "sequential"
 
 
-class Overlap:
+class ParallelDraftPolicy:
     """Decides for one request whether the worker drafts during the target's passes (parallel) or only while the target
     waits (sequential), and how many levels it adds in a pass.
 
@@ -55,25 +55,25 @@ class Overlap:
                 self._left.learn(worth)
                 self._hits.learn(is_hit)
 
-    def during(self, rows: int, price: float) -> DraftDirectives:
+    def for_pass(self, rows: int, price: float) -> DraftDirectives:
         """Choose for a pass over `rows` rows of this request, where a second is worth `price` tokens."""
         self._rows = rows + self._context.rows_of_others
         step, seconds = self._step_seconds(), self._costs.pass_seconds(self._rows)
-        if self.is_far:
+        if self.is_round_trip_long:
             self.mode = PARALLEL
-            return self.next
+            return self.before_pass
         self._choose(step, seconds, price)
         if self.mode == SEQUENTIAL:
             return _REST
         return _LEVEL._replace(levels=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
 
     @property
-    def is_far(self) -> bool:
+    def is_round_trip_long(self) -> bool:
         """Whether the round trip to the drafter takes longer than half a pass, too long to wait for an answer."""
         return self._round_trip() > self._costs.pass_seconds(self._rows or 1) / 2
 
     @property
-    def next(self) -> DraftDirectives:
+    def before_pass(self) -> DraftDirectives:
         """Directives for the time before the next pass: one level if drafting is sequential, else no limit."""
         return _LEVEL if self.mode == SEQUENTIAL else _LEVEL._replace(levels=None)
 
