@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outpace.core.drafting import Needs, TargetFeedback
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, Verdict
+from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request, Row, Verdict
 from outpace.drafters._tree_expander import ExpansionState, TreeExpander, rows_of
 from outpace.engine.engine import Engine
 from outpace.engine.sequence import TokenSequence
@@ -27,7 +27,7 @@ from outpace.rules.greedy import Greedy
 class Successors(Drafter):
     """Proposes what the target held for the likeliest after the same token, when it last judged it."""
 
-    capabilities = Capabilities((Source("successors"),), Needs(top=2, prompt=True))
+    capabilities = Capabilities((DraftSource("successors"),), Needs(top=2, prompt=True))
 
     def __init__(self) -> None:
         self._after: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ class Head(Drafter):
     fitted to the prompt by least squares."""
 
     def __init__(self, target: Model, layer: int) -> None:
-        self.capabilities = Capabilities((Source("head", runs_model=True),), Needs(layers=(layer,), prompt=True))
+        self.capabilities = Capabilities((DraftSource("head", runs_model=True),), Needs(layers=(layer,), prompt=True))
         self._vocab = target.vocab_size
         self._inputs: list[Tensor] = []  # one row each: a position's feature and its next token
         self._outputs: list[int] = []  # the token after that
@@ -123,7 +123,7 @@ class Forgiving(Greedy):
 class Skipping(Drafter):
     """The target without some sublayers, on the target's own session: Draft & Verify's shape."""
 
-    capabilities = Capabilities((Source("skipping", runs_model=True),), Needs(session=24))
+    capabilities = Capabilities((DraftSource("skipping", runs_model=True),), Needs(session=24))
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
         self._expander = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
@@ -165,7 +165,7 @@ class Witness(Drafter):
     """Grows branches from a list and keeps all that it receives about every text."""
 
     def __init__(self, needs: Needs, branches: Sequence[Sequence[int]]) -> None:
-        self.capabilities, self._branches = Capabilities((Source("witness"),), needs), branches
+        self.capabilities, self._branches = Capabilities((DraftSource("witness"),), needs), branches
         self.states: list[WitnessState] = []
 
     def open(self, request: Request) -> WitnessState:

@@ -187,7 +187,7 @@ def siblings(text: Sequence[int]) -> list[list[int]]:
 class Planted(Drafter):
     """Grows the picked tree that a function of the text says, once a round."""
 
-    capabilities = Capabilities((Source("planted"),))
+    capabilities = Capabilities((DraftSource("planted"),))
 
     def __init__(self, propose: Callable[[Sequence[int]], list[list[int]]]) -> None:
         self._propose = propose

@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request
 
 MOST = 32  # nodes of a tree
 SECONDS = 60.0  # far more than anything here takes
@@ -18,7 +18,7 @@ SECONDS = 60.0  # far more than anything here takes
 class Empty(Drafter):
     """Never offers anything."""
 
-    capabilities = Capabilities((Source("drafter", runs_model=True),))
+    capabilities = Capabilities((DraftSource("drafter", runs_model=True),))
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         pass

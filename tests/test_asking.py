@@ -17,7 +17,7 @@ from outpace.decoders.auto import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
 
-COPIES = Source("ngram", False, is_calibrated=True)
+COPIES = DraftSource("ngram", False, is_calibrated=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further row, and of a query
 LONGEST, COPIED = 3, 8
 

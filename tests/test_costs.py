@@ -12,14 +12,14 @@ import pytest
 from toy import Toy
 
 from outpace.core.stats import DecayedMean
-from outpace.core.types import Source
+from outpace.core.types import DraftSource
 from outpace.drafters._calibration import PickModels
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import LevelGains
 
-COPIES, DRAFT = Source("ngram", False), Source("model", True)
+COPIES, DRAFT = DraftSource("ngram", False), DraftSource("model", True)
 
 
 def costs_of(*rounds: tuple[int, float], samples: int = 2, requests: int = 1) -> CostModel:

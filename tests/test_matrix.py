@@ -433,7 +433,7 @@ No paper.
 
 from dataclasses import dataclass
 
-from outpace.core.types import Capabilities, Drafter, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource
 
 
 @dataclass(frozen=True)
@@ -442,7 +442,7 @@ class Options:
 
 
 class Nines(Drafter):
-    capabilities = Capabilities((Source("nines"),))
+    capabilities = Capabilities((DraftSource("nines"),))
 
     def grow(self, states, trees):
         for tree in trees:

@@ -25,7 +25,7 @@ RIGHT, WRONG, COPY = 1, 0, 2
 
 
 def place_of(
-    request: Any, budget: int, costs: CostModel, sources: tuple[Source, ...] = (COPIES, DRAFT), requests: int = 1
+    request: Any, budget: int, costs: CostModel, sources: tuple[DraftSource, ...] = (COPIES, DRAFT), requests: int = 1
 ) -> SimpleNamespace:
     """What a decoder sees of an engine that runs this number of requests, the others with one row each."""
     return SimpleNamespace(
@@ -104,7 +104,7 @@ class World:
         return len(tree) - before
 
 
-def tree_of(source: Source, *chances: float) -> TokenTree:
+def tree_of(source: DraftSource, *chances: float) -> TokenTree:
     """A root, and below it this source's tokens 1, 2, ... with these chances."""
     tree = TokenTree(RIGHT)
     tree.current_source = source.name
@@ -113,7 +113,7 @@ def tree_of(source: Source, *chances: float) -> TokenTree:
     return tree
 
 
-def chain_of(source: Source, chances: Sequence[float]) -> TokenTree:
+def chain_of(source: DraftSource, chances: Sequence[float]) -> TokenTree:
     """A chain of RIGHT by this source, whose nodes are reached with these chances."""
     tree = tree_of(source)
     for node, chance in enumerate(chances):
@@ -126,7 +126,7 @@ def tree_end(tree: TokenTree) -> int:
     return next(node for node in reversed(range(len(tree))) if tree.tokens[node] != COPY)
 
 
-def planner_of(costs: CostModel, *sources: Source, budget: int = 8, requests: int = 1) -> Planner:
+def planner_of(costs: CostModel, *sources: DraftSource, budget: int = 8, requests: int = 1) -> Planner:
     return Planner(place_of(make_request((1,)), budget, costs, sources, requests), Auto.Options())
 
 
@@ -301,7 +301,7 @@ def test_a_text_counts_as_a_failure_if_its_drafts_did_not_pay_for_reading_it(len
 
 def test_factors_and_costs_are_kept_by_source() -> None:
     """Two sources of copies, one right and one wrong, do not change the factors of each other or of the model."""
-    costs, guesses = CostModel(), Source("prediction", False)
+    costs, guesses = CostModel(), DraftSource("prediction", False)
     planner = planner_of(costs, COPIES, guesses, DRAFT, budget=16)
     for _ in range(20):
         tree = TokenTree(RIGHT)
@@ -324,7 +324,7 @@ def test_factors_and_costs_are_kept_by_source() -> None:
 
 def test_the_factor_of_a_head_is_kept_by_the_length_of_the_text() -> None:
     """Heads that were trained on short texts are right there and wrong in long ones."""
-    costs, head = CostModel(), Source("eagle", True, by_length=True)
+    costs, head = CostModel(), DraftSource("eagle", True, by_length=True)
 
     def of(length: int) -> AcceptanceModel:
         return AcceptanceModel(costs, (head,), [0] * length)
@@ -348,7 +348,7 @@ def test_the_factor_of_a_head_is_kept_by_the_length_of_the_text() -> None:
 def test_chances_of_a_calibrated_drafter_are_not_corrected(are_accepted: bool) -> None:
     """If short copies were accepted, a common factor would take a long one for certain, and pay for rows that it is not
     worth; if they failed, it would leave out what the drafter has learnt to offer more rarely."""
-    copies = Source("suffix", False, is_calibrated=True)
+    copies = DraftSource("suffix", False, is_calibrated=True)
     # A row costs half a token.
     costs = costs_of(*((rows, 6.0 + 3.0 * (rows - 1)) for rows in range(1, 9)), samples=3)
     for _ in range(20):

@@ -40,7 +40,7 @@ class Noted(Drafter):
 
     def __init__(self, inner: Drafter, name: str) -> None:
         self.inner = inner
-        self.capabilities = Capabilities((Source(name, inner.capabilities.runs_model),))
+        self.capabilities = Capabilities((DraftSource(name, inner.capabilities.runs_model),))
         self.seen: set[Request] = set()
         self.most = 0
 

@@ -238,7 +238,7 @@ class Verdict(NamedTuple):
     relaxed: int = 0
 
 
-class Source(NamedTuple):
+class DraftSource(NamedTuple):
     """One origin of proposals, to which costs and acceptance are attributed.
 
     `name` is a drafter's file name. `runs_model`: its proposals cost a forward of a model; others cost next to nothing.
@@ -257,7 +257,7 @@ class Source(NamedTuple):
     by_length: bool = False
 
 
-WORKER = Source("", True, width=16)
+WORKER = DraftSource("", True, width=16)
 """The drafter that a worker runs in parallel with the target; its candidates carry no name. The width is that of an
 assumed draft step, because the worker may be another process."""
 
@@ -269,7 +269,7 @@ class Draft(NamedTuple):
     """
 
     tree: TokenTree
-    source: Source | None = None
+    source: DraftSource | None = None
     width: int = 0
 
 
@@ -378,7 +378,7 @@ class Capabilities:
     engine closes.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[DraftSource, ...]
     needs: Needs = NO_NEEDS
     q_at_leaves: bool = False
     cost: str = ""
@@ -414,8 +414,8 @@ class DraftState:
 
     request: Request
     tokens: list[int] = field(init=False)
-    sources: tuple[Source, ...] | None = field(default=None, kw_only=True)
-    source: Source | None = field(default=None, init=False)
+    sources: tuple[DraftSource, ...] | None = field(default=None, kw_only=True)
+    source: DraftSource | None = field(default=None, init=False)
     directives: DraftDirectives = field(default=UNRESTRICTED, init=False)
     max_read: int = field(default=UNLIMITED, init=False)
     base: Any = field(default=None, init=False)

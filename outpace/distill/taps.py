@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.core.drafting import Needs
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request
 from outpace.models.llama.native.runtime import host_floats
 
 LEVELS = 127  # of int8, on each side of zero
@@ -59,7 +59,7 @@ class TapState(DraftState):
 class TapRecorder(Drafter):
     """Drafts nothing, and records the target's hidden states after the numbers of layers in `layers`."""
 
-    capabilities = Capabilities((Source("taps"),))
+    capabilities = Capabilities((DraftSource("taps"),))
 
     def __init__(self, layers: tuple[int, ...], target: Any) -> None:
         self.capabilities = replace(self.capabilities, needs=Needs(layers=layers, prompt=True))

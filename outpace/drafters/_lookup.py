@@ -25,7 +25,7 @@ from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
 from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request
 from outpace.drafters._calibration import acceptance_rate, restored_rate
 
 
@@ -87,7 +87,7 @@ State = TypeVar("State", bound=LookupState)
 
 def lookup(name: str, needs: Needs = NO_NEEDS) -> Capabilities:
     """Return the capabilities of a drafter that copies tokens."""
-    return Capabilities((Source(name, is_calibrated=True),), needs)
+    return Capabilities((DraftSource(name, is_calibrated=True),), needs)
 
 
 class LookupDrafter(Drafter, Generic[State]):

@@ -29,7 +29,9 @@ class BlockDrafter(HeadDrafter):
     """Keeps keys and values of the target's hidden states for each request."""
 
     capabilities = Capabilities(
-        (Source("block", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
+        (
+            DraftSource("block", runs_model=True, reads=0, by_length=True),
+        ),  # reads nothing itself: the passes deliver it
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         cost="a forward of the head over a block for all levels of the tree together",
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
-from outpace.core.types import Capabilities, Source
+from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
 from outpace.drafters._tree_expander import ExpansionJob
@@ -35,7 +35,9 @@ class EagleDrafter(FeatureDrafter):
     """Adds one level to each tree in a forward."""
 
     capabilities = Capabilities(
-        (Source("eagle", runs_model=True, reads=0, by_length=True),),  # reads nothing itself: the passes deliver it
+        (
+            DraftSource("eagle", runs_model=True, reads=0, by_length=True),
+        ),  # reads nothing itself: the passes deliver it
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         q_at_leaves=True,
         cost="a forward of one layer and the head's output layer for each level of the tree",

@@ -22,7 +22,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, number, option, whole
 from outpace.core.tree import PREFIX, TokenTree
-from outpace.core.types import Capabilities, Drafter, Observation, Request, Row, Source, TopK
+from outpace.core.types import Capabilities, Drafter, DraftSource, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Capability, Model, Part
@@ -274,7 +274,7 @@ class LayerSkipDrafter(Drafter):
     """Drafts with the target without some sublayers. `search`: looks for better sublayers; None keeps them fixed."""
 
     capabilities = Capabilities(
-        (Source("layer_skip", runs_model=True, reads=0),),  # the target has read the text
+        (DraftSource("layer_skip", runs_model=True, reads=0),),  # the target has read the text
         Needs(session=1),  # replaced by each instance, according to its options
         cost="a forward of a part of the target for each token",
     )

@@ -24,7 +24,7 @@ class ModelDrafter(BaseModelDrafter):
     """Drafts with a draft model."""
 
     capabilities = Capabilities(
-        (Source("model", runs_model=True),), q_at_leaves=True, cost="a forward of the draft model for each level"
+        (DraftSource("model", runs_model=True),), q_at_leaves=True, cost="a forward of the draft model for each level"
     )
 
 

@@ -18,7 +18,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Observation, Request, Source, TopK
+from outpace.core.types import Capabilities, DraftSource, Observation, Request, TopK
 from outpace.drafters._calibration import PickModels
 from outpace.drafters._composite import JoinedState
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
@@ -60,7 +60,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
     """Keeps a session of the draft model for each request, and a pool for each cache salt."""
 
     capabilities = Capabilities(
-        (Source("ouroboros", runs_model=True),),  # not calibrated: its trees contain the draft model's nodes too
+        (DraftSource("ouroboros", runs_model=True),),  # not calibrated: its trees contain the draft model's nodes too
         Needs(top=1),
         cost="a forward of the draft model for each piece, which may have several tokens",
     )

@@ -16,7 +16,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.options import whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, Observation, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource, Observation, Request
 from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureMaskExpander, MaskExpander
 from outpace.drafters._tree_expander import ExpansionJob
@@ -35,7 +35,8 @@ class ParallelDrafter(Drafter):
     """Keeps a session of the draft model for each request, which follows the tokens that the target commits."""
 
     capabilities = Capabilities(
-        (Source("parallel", runs_model=True),), cost="a forward of the draft model for all levels of the tree together"
+        (DraftSource("parallel", runs_model=True),),
+        cost="a forward of the draft model for all levels of the tree together",
     )
 
     def __init__(self, model: Model, mask: int, options: Options) -> None:
@@ -67,7 +68,9 @@ class ParallelDrafter(Drafter):
 class ParallelHeadDrafter(FeatureDrafter):
     """Drafts by a P-EAGLE head, whose state is that of an EAGLE-3 head."""
 
-    capabilities = Capabilities((Source("parallel", runs_model=True, reads=0, by_length=True),), Needs(prompt=True))
+    capabilities = Capabilities(
+        (DraftSource("parallel", runs_model=True, reads=0, by_length=True),), Needs(prompt=True)
+    )
 
     def __init__(self, head: EagleModel, mask: int, options: Options) -> None:
         self._block = options.block

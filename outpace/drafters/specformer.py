@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outpace.core.drafting import BuildContext, Needs
-from outpace.core.types import Capabilities, Source
+from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
 from outpace.drafters._tree_expander import ExpansionJob
@@ -25,7 +25,7 @@ class SpecFormerDrafter(FeatureDrafter):
     """Drafts by a SpecFormer head."""
 
     capabilities = Capabilities(
-        (Source("specformer", runs_model=True, reads=0, by_length=True),),
+        (DraftSource("specformer", runs_model=True, reads=0, by_length=True),),
         Needs(prompt=True),  # each instance adds the layers whose hidden states its head reads
         cost="a forward of the head's two layers and its output layer for all levels of the tree together",
     )

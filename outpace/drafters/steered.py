@@ -100,7 +100,7 @@ class SteeredDrafter(BaseModelDrafter):
     """Drafts as drafter `model` does, with a steered draft model."""
 
     capabilities = Capabilities(
-        (Source("steered", runs_model=True),),
+        (DraftSource("steered", runs_model=True),),
         Needs(prompt=True),  # each instance adds the layers whose hidden states its steering reads
         q_at_leaves=True,
         cost="a forward of the draft model for each level, and of the steering for each round",

@@ -22,7 +22,7 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, host_rows, tensor_of
 from outpace.core.options import MethodOptions, one_of, whole
 from outpace.core.tree import UNLIMITED, Role, TokenTree
-from outpace.core.types import Capabilities, Drafter, DraftState, Observation, Request, Row, Source, TopK
+from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request, Row, TopK
 from outpace.drafters._calibration import PickModels, acceptance_rate
 from outpace.drafters._children import DrawCounts, draw_layer, is_drawn
 from outpace.drafters._tree_expander import max_session_bytes, tokens_below_root
@@ -83,7 +83,7 @@ class TranslatedDrafter(Drafter):
     Subclasses turn scores into nodes and decide which part of a draft lives on.
     """
 
-    capabilities = Capabilities((Source("translated", runs_model=True),))
+    capabilities = Capabilities((DraftSource("translated", runs_model=True),))
     state_type: type[Any]
 
     def __init__(self, given: BuildContext) -> None:

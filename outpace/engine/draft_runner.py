@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outpace.core.drafting import NO_NEEDS, TargetFeedback
 from outpace.core.errors import UserError, unknown
 from outpace.core.tree import UNLIMITED, TokenTree
-from outpace.core.types import WORKER, Await, Draft, Drafter, Observation, Source, Verdict
+from outpace.core.types import WORKER, Await, Draft, Drafter, DraftSource, Observation, Verdict
 from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
@@ -149,7 +149,7 @@ class DraftRunner:
         """Draft and wait until no decoder yields Draft or Await any more; a drafter grows the trees of all its
         sequences at once."""
         while True:
-            asked: dict[tuple[str | None, Source | None], list[TokenSequence]] = {}
+            asked: dict[tuple[str | None, DraftSource | None], list[TokenSequence]] = {}
             waiting = []
             for sequence in running:
                 if isinstance(sequence.action, Draft):
@@ -250,7 +250,7 @@ class DraftRunner:
             return None
         return self.worker if sequence.request.client is None else self.clients
 
-    def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: Source | None) -> None:
+    def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: DraftSource | None) -> None:
         """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
         decoders. The time for planning the next growth is recorded as part of the draft step."""
         states: list[Any] = []
@@ -311,7 +311,7 @@ class DraftRunner:
             warnings.warn(f"{which} failed ({kind}: {failure}); {outlook}", stacklevel=2)
 
 
-def _order(asked: tuple[str | None, Source | None]) -> tuple[bool, bool]:
+def _order(asked: tuple[str | None, DraftSource | None]) -> tuple[bool, bool]:
     """Sort sources without a model first: sequences that asked them can then share a model's forward with others."""
     source = asked[1]
     return source is None, source is not None and source.runs_model

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from outpace.core.stats import DecayedMean
-from outpace.core.types import WORKER, Drafter, Source
+from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
 from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
 
@@ -128,7 +128,7 @@ class CostModel:
         """Return the decayed mean that a decoder keeps under this name."""
         return self._statistics.setdefault(name, DecayedMean(prior, weight, _GAIN_FADE))
 
-    def level_gains(self, source: Source, requests: int = 1) -> LevelGains:
+    def level_gains(self, source: DraftSource, requests: int = 1) -> LevelGains:
         """Return the tokens that levels of this source add, less the price of their rows, per unit of the chance that
         the walk reaches them. Those of a new number of requests start from the nearest one's."""
         known = self._level_gains.setdefault(source.name, {})
@@ -139,11 +139,11 @@ class CostModel:
             known[requests] = gains
         return known[requests]
 
-    def initial_level_gains(self, source: Source) -> LevelGains:
+    def initial_level_gains(self, source: DraftSource) -> LevelGains:
         """Return `level_gains` for one request that runs alone, which start from the common first level's."""
         return LevelGains(self.level_gains(source).value(0), _REQUEST_GAIN_FADE)
 
-    def _step_curve(self, source: Source) -> LatencyCurve:
+    def _step_curve(self, source: DraftSource) -> LatencyCurve:
         """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
         target pass over as many rows."""
         curve = self._steps.get(source.name)
@@ -153,7 +153,7 @@ class CostModel:
             self._steps[source.name] = curve
         return curve
 
-    def record_draft(self, source: Source, seconds: float, width: int, requests: int = 1) -> None:
+    def record_draft(self, source: DraftSource, seconds: float, width: int, requests: int = 1) -> None:
         """Record a growth of the trees of `requests` requests by one source: a forward that expanded `width` nodes of
         all of them together, or lookups; `seconds` include the host's time for planning the next growth."""
         if source.name in self._catching_up:
@@ -163,12 +163,12 @@ class CostModel:
         else:
             self._step_curve(source).learn(1, seconds / requests)
 
-    def note_catch_up(self, source: Source) -> None:
+    def note_catch_up(self, source: DraftSource) -> None:
         """Note that in its next growth this model reads text that it did not propose, so that its time is not that of a
         draft step."""
         self._catching_up.add(source.name)
 
-    def draft_seconds(self, source: Source, requests: float = 1, width: int = 1) -> float:
+    def draft_seconds(self, source: DraftSource, requests: float = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
         while nothing is known. Requests do not share lookups or waits for a worker."""
         curve = self._steps.get(source.name) or self._step_curve(source)
@@ -198,7 +198,7 @@ class CostModel:
                 if source.weight_bytes:
                     self.expect(source, source.weight_bytes / whole)
 
-    def expect(self, source: Source, share: float) -> None:
+    def expect(self, source: DraftSource, share: float) -> None:
         """Set a prior for a draft step's cost as a fraction of a target pass, replaced by the first measurement."""
         self._shares[source.name] = share
 
@@ -208,7 +208,7 @@ class CostModel:
         self._rounds.learn_prefill(tokens, seconds)
         self._prices.clear()
 
-    def draft_prefill_seconds(self, source: Source, tokens: int) -> float:
+    def draft_prefill_seconds(self, source: DraftSource, tokens: int) -> float:
         """Return the expected seconds that a source's model needs to read a text of `tokens` tokens."""
         read = tokens if source.reads is None else min(tokens, source.reads)
         return self._shares.get(source.name, 0.0) * self._prefill.value * read
@@ -270,12 +270,12 @@ class CostModel:
         """Start from what a profile stored."""
         self._rounds.load_state_dict(profile["rounds"])
         for name, times in profile["draft"].items():
-            self._step_curve(Source(name, True)).load_state_dict(times)
+            self._step_curve(DraftSource(name, True)).load_state_dict(times)
         self._factors |= {
             name: DecayedMean(float(value), 2.0, _CALIBRATION_FADE) for name, value in profile["trust"].items()
         }
         for name, values in profile["growth"].items():
-            self.level_gains(Source(name, True)).load_state_dict(values)
+            self.level_gains(DraftSource(name, True)).load_state_dict(values)
         self._prices.clear()
 
 

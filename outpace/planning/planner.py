@@ -260,8 +260,9 @@ class Planner:
         model.levels += 1
 
     def _should_explore(self, model: ModelSource) -> bool:
-        """Return whether to grow a first level to see what the model gains for this text, whatever it gained for others.
-        This may cost what the model is assumed to save, halved for each preceding answer for which it did not pay."""
+        """Return whether to grow a first level to see what the model gains for this text, whatever it gained for
+        others. This may cost what the model is assumed to save, halved for each preceding answer for which it did not
+        pay."""
         if model.levels or not model.is_new_text or self._context.requests > 1:
             return False
         if self._lookup_chance > MAX_LOOKUP_CHANCE:

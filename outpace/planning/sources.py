@@ -46,7 +46,7 @@ class PlanningContext:
 
     committed: Sequence[int]  # the prompt and the tokens written so far
     costs: CostModel = field(repr=False)  # shared by all requests of the engine
-    sources: Sequence[Source] = ()  # sources of its drafter, where drafting and verification alternate
+    sources: Sequence[DraftSource] = ()  # sources of its drafter, where drafting and verification alternate
     budget: int = 1
     requests: int = 1  # running requests, this one included
     rows: int = 1  # its own part of `batch`
@@ -100,7 +100,7 @@ class LookupSource:
     did when asking was in vain.
     """
 
-    def __init__(self, source: Source, gain: DecayedMean) -> None:
+    def __init__(self, source: DraftSource, gain: DecayedMean) -> None:
         self.source = source
         self.gain = gain  # tokens that it adds to a round that asks it, minus the price of its rows
         self.is_active = False  # whether it drafts in this round
@@ -131,7 +131,7 @@ class ModelSource:
     for others.
     """
 
-    def __init__(self, source: Source, context: PlanningContext) -> None:
+    def __init__(self, source: DraftSource, context: PlanningContext) -> None:
         self.source = source
         self.levels = 0  # of this round's tree
         self.first = 0  # levels that a worker had drafted before the round

@@ -59,7 +59,7 @@ class StoredMatrix:
     forget: Callable[[], None]
 
 
-def split_fused(config: LlamaConfig, fetch: WeightSource) -> WeightSource:
+def split_fused(config: LlamaConfig, fetch: TensorGetter) -> TensorGetter:
     """Return a source with Llama's weight names for a checkpoint that fuses matrices, as those of Phi-3 do.
 
     The parts are rows of the fused matrix; those of queries and keys are reordered for the rotation.
