@@ -126,7 +126,9 @@ class Skipping(Drafter):
     capabilities = Capabilities((DraftSource("skipping", runs_model=True),), Needs(session=24))
 
     def __init__(self, target: Model, attention: Sequence[int], mlp: Sequence[int], width: int = 1) -> None:
-        self._expander = TreeExpander(target.skip_sublayers(attention, mlp), width, tree_nodes=24, on_base=True)
+        self._expander = TreeExpander(
+            target.skip_sublayers(attention, mlp), width, tree_nodes=24, uses_target_session=True
+        )
         self._width = width
 
     def open(self, request: Request) -> ExpansionState:

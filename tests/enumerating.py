@@ -83,7 +83,7 @@ class Enumerating(RandomSource):
         return bool(self._decide(key, [(True, chance), (False, 1.0 - chance)]))
 
     def draw(self, key: DecisionKey, p: TokenDistribution) -> int:
-        token = self._decide(key, list(enumerate(p.wide(p.size).tolist())))
+        token = self._decide(key, list(enumerate(p.to_dense(p.size).tolist())))
         assert isinstance(token, int)
         return token
 

@@ -70,7 +70,7 @@ def unfiltered_q(draw: Original) -> Original:
     """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
 
     def mutated(self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
-        return int(draw(self, parent, drawn._replace(q=TokenDistribution(drawn.q.wide(4) + 0.1)), siblings))
+        return int(draw(self, parent, drawn._replace(q=TokenDistribution(drawn.q.to_dense(4) + 0.1)), siblings))
 
     return mutated
 
@@ -128,7 +128,7 @@ def after(change: Callable[[Any], object]) -> Callable[[Original], Original]:
 
 
 def settle(run: Any) -> None:
-    run.kv.settle()
+    run.kv.commit_pending()
 
 
 def with_what_was_accepted(release: Original) -> Original:

@@ -219,7 +219,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
             "ends: a draft model goes on beyond the end",
             ExpansionState,
             "deepest",
-            lambda f: lambda self, tree: self.room,
+            lambda f: lambda self, tree: self.depth_left,
         )
     ],
     "test_answer_ends.py::test_a_worker_s_tree_ends_with_the_answer": [

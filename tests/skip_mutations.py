@@ -76,7 +76,7 @@ def keep_the_worse(learn: Original) -> Original:
 def lend_before_it_is_committed(lend: Original) -> Original:
     def mutated(self: Any) -> None:
         if self.draft.state is not None:
-            self.draft.state.base = self.kv.session
+            self.draft.state.target_session = self.kv.session
 
     return mutated
 
@@ -98,7 +98,10 @@ SKIP_MUTATIONS = [
     _mutation("the tokens of a trial are committed", layer_skip, "find_agreements", commit_what_was_tried),
     _mutation("the search keeps the worse set", SublayerSearch, "learn", keep_the_worse),
     _mutation(
-        "lent before the last round is committed", running.TokenSequence, "lend_session", lend_before_it_is_committed
+        "lent before the last round is committed",
+        running.TokenSequence,
+        "attach_target_session",
+        lend_before_it_is_committed,
     ),
     _mutation("the next higher layers are skipped", LayerSkipDrafter, "_choose", skip_the_neighbours),
 ]

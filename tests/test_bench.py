@@ -59,7 +59,7 @@ def test_later_turns_follow_the_first_as_tasks_of_their_own(tmp_path: Path) -> N
     expected = [("t", "a", 0), ("t", "b", 0), ("t 2", "b", 1), ("t 3", "b", 2), ("t", "c", 0), ("t 2", "c", 1)]
     assert [(one.task, one.name, len(one.before)) for one in found] == expected
     assert [(one.text, one.before) for one in found[2:4]] == [("two", ("one",)), ("three", ("one", "two"))]
-    assert (found[3].at(0), found[3].at(1)) == (found[1], found[2])
+    assert (found[3].earlier_turn(0), found[3].earlier_turn(1)) == (found[1], found[2])
     assert [one.name for one in tasks.collect([file], 2)] == ["a", "b"], "one turn unless more are requested"
 
 

@@ -98,7 +98,7 @@ def check_blocks(target: Any, drafter: BlockDrafter, monkeypatch: pytest.MonkeyP
             fresh = head.open(512, 64)
             fresh.add_features(head.fuse(hidden))
             [mine, other] = [
-                np.asarray(one.layer(place, 0, [[anchor]]).wide())
+                np.asarray(one.layer(place, 0, [[anchor]]).to_dense())
                 for one, place in ((found, number), (draft([fresh], [anchor]), 0))
             ]
             assert np.allclose(mine, other, atol=1e-4)

@@ -65,7 +65,7 @@ def rows_of(found: BlockDraft, count: int = BLOCK - 1, lengths: Sequence[int] = 
     """All logits without a Markov bias: [texts, places, vocab]."""
     return np.array(
         [
-            [np.asarray(found.layer(n, depth, [[ANCHOR]]).wide())[0] for depth in range(count)]
+            [np.asarray(found.layer(n, depth, [[ANCHOR]]).to_dense())[0] for depth in range(count)]
             for n in range(len(lengths))
         ]
     )

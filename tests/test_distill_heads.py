@@ -80,7 +80,7 @@ def served_scores(
     model.score_sparse([chain(session, tokens[1 : slot + 1])])
     session.keep(range(slot))
     steps = layers_of(Part(session, part, parents, range(len(part))))
-    return np.concatenate([np.asarray(model.score_sparse([step]).wide()) for step in steps])
+    return np.concatenate([np.asarray(model.score_sparse([step]).to_dense()) for step in steps])
 
 
 def largest_difference(run: DistillOptions, target: Loaded, student: Eagle3Student) -> float:

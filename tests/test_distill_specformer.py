@@ -75,7 +75,7 @@ def largest_difference(run: DistillOptions, target: Loaded, student: SpecFormerS
     for number, place in enumerate(places.tolist()):
         session = model.open(len(tokens) + 8, 8 + len(tokens))
         session.add_features(model.fuse(hidden[:, : place + 1]))
-        found = model.score_sparse([chain(session, tokens[1 : place + 2], [place])]).wide()[:, student.ids]
+        found = model.score_sparse([chain(session, tokens[1 : place + 2], [place])]).to_dense()[:, student.ids]
         worst = max(worst, float((found - wanted[number]).abs().max()))
     assert wanted.std(-1).min() > 0.01
     return worst

@@ -48,7 +48,7 @@ def test_a_distribution_equals_the_slow_definition(vocab: int, sampling: Samplin
     for seed, row in itertools.product(range(2), range(9)):
         scores = shapes(vocab, seed)[row].to(dtype)
         exact = torch.exp(log_probs(scores[None].double(), [sampling]))[0].numpy()
-        found = distribution_of(scores.numpy(), sampling).wide(vocab)
+        found = distribution_of(scores.numpy(), sampling).to_dense(vocab)
         if dtype is torch.float64:
             assert np.abs(found - exact).max() < 1e-12
             assert ((found > 0) == (exact > 0)).all() or exact[(found > 0) != (exact > 0)].max() < 1e-300
@@ -64,9 +64,11 @@ def test_logits_of_some_tokens_give_their_distribution() -> None:
     wide[torch.from_numpy(ids)] = scores
     for sampling in (Sampling(0.7), Sampling(1.3, top_k=5), Sampling(1.0, top_p=0.6, min_p=0.05), Sampling(0.0)):
         some, all_ = distribution_of(scores.numpy(), sampling, ids), distribution_of(wide.numpy(), sampling)
-        assert some.wide(90) == pytest.approx(all_.wide(90), abs=1e-15)
+        assert some.to_dense(90) == pytest.approx(all_.to_dense(90), abs=1e-15)
         assert some.entropy == pytest.approx(all_.entropy)
-        assert [some.of(token) for token in range(95)] == pytest.approx([all_.of(token) for token in range(95)])
+        assert [some.probability(token) for token in range(95)] == pytest.approx(
+            [all_.probability(token) for token in range(95)]
+        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -81,7 +83,7 @@ def test_a_draw_inverts_the_distribution(size: int, kept: int | None) -> None:
         row, chance = dense(chances, size), np.random.default_rng(seed)
         cumulative = np.cumsum(row)
         for number in (*EDGES, *chance.random(50)):
-            token = chances.at(float(number))
+            token = chances.token_at(float(number))
             assert row[token] > 0
             assert cumulative[token] > number - 1e-12
             assert cumulative[token] - row[token] <= number + 1e-12
@@ -91,7 +93,7 @@ def test_draws_from_a_long_row_of_float32_err_by_less_than_one_of_its_chances() 
     chances = random_chances(5, 49152, dtype=np.float32)
     exact = np.cumsum(chances.weights, dtype=np.float64) / np.sum(chances.weights, dtype=np.float64)
     for number in np.random.default_rng(2).random(300):
-        assert chances.at(float(number)) == np.searchsorted(exact, number, side="right")
+        assert chances.token_at(float(number)) == np.searchsorted(exact, number, side="right")
 
 
 SHAPES = [(600, None), (600, 50), (400, None), (900, 70), (600, 600)]
@@ -106,9 +108,9 @@ def test_the_residual_of_two_distributions(mine: tuple[int, int | None], other: 
         rest = p.above(q, share)
         assert rest.total == pytest.approx(exact.sum(), abs=1e-12)
         if rest.total:
-            assert rest.wide(900) == pytest.approx(exact / exact.sum(), abs=1e-12)
-        assert q.on(p) == pytest.approx(dense(q, 900)[p.tokens if p.tokens is not None else slice(mine[0])])
-        assert p.of(3) == pytest.approx(dense(p, 900)[3])
+            assert rest.to_dense(900) == pytest.approx(exact / exact.sum(), abs=1e-12)
+        assert q.restrict_to(p) == pytest.approx(dense(q, 900)[p.tokens if p.tokens is not None else slice(mine[0])])
+        assert p.probability(3) == pytest.approx(dense(p, 900)[3])
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
@@ -132,9 +134,9 @@ def test_float32_rows_keep_p_to_its_own_precision() -> None:
     own, noise = (4 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     p, q = (distribution_of(row.numpy(), sampling) for row in (own, 0.8 * own + 0.2 * noise))
     exact = torch.softmax(own.double() / 0.8, 0).numpy()
-    accepted = np.minimum(p.wide(vocab).astype(np.float64), q.wide(vocab))
+    accepted = np.minimum(p.to_dense(vocab).astype(np.float64), q.to_dense(vocab))
     rest = p.above(q)
-    written = accepted + (1.0 - accepted.sum()) * rest.wide(vocab)
+    written = accepted + (1.0 - accepted.sum()) * rest.to_dense(vocab)
     assert np.abs(written - exact).sum() < 2e-6
 
 
@@ -146,10 +148,10 @@ def test_what_removals_leave_is_a_distribution_however_little_it_weighs(dtype: t
     exact = np.array([0.0, *left]) / sum(left)
     removed, rest = TokenDistribution(weights).without(0), TokenDistribution(weights).above(one_hot(0))
     for chances in (removed, rest, rest.without(0)):
-        assert chances.wide(len(weights)) == pytest.approx(exact)
-        assert [chances.of(token) for token in range(len(weights))] == pytest.approx(exact)
+        assert chances.to_dense(len(weights)) == pytest.approx(exact)
+        assert [chances.probability(token) for token in range(len(weights))] == pytest.approx(exact)
         assert chances.entropy == pytest.approx(-sum(p * math.log(p) for p in exact if p))
-        assert {chances.at(number) for number in EDGES} <= {*np.flatnonzero(exact)}
+        assert {chances.token_at(number) for number in EDGES} <= {*np.flatnonzero(exact)}
         assert one_hot(1).above(chances).total == pytest.approx(1.0 - exact[1])
 
 
@@ -157,5 +159,5 @@ def test_what_removals_leave_is_a_distribution_however_little_it_weighs(dtype: t
 def test_a_distribution_at_a_low_temperature_has_one_point(temperature: float) -> None:
     for dtype in (np.float32, np.float64):
         found = distribution_of(np.array([3.0, 3.5, -np.inf, 3.4], dtype), Sampling(temperature))
-        assert found.wide(4).tolist() == [0.0, 1.0, 0.0, 0.0]
+        assert found.to_dense(4).tolist() == [0.0, 1.0, 0.0, 0.0]
         assert found.entropy == 0.0

@@ -89,10 +89,10 @@ def test_q_is_what_was_drawn_from_though_the_draft_writes_on() -> None:
     """A captured pass has the same tensor for all its steps."""
     scores, request = torch.randn(1, 40), request_of("rejection")
     q, _ = proposed(SparseLogits(scores, None, 40), Row(request, (1,)))
-    before = q.wide(40).copy()
+    before = q.to_dense(40).copy()
     q.forget()
     scores.zero_()
-    assert (q.wide(40) == before).all()
+    assert (q.to_dense(40) == before).all()
 
 
 def test_a_token_that_was_drawn_twice_stands_for_two_branches() -> None:

@@ -100,7 +100,7 @@ def tree_logits(model: Any, seeds: Sequence[int]) -> list[np.ndarray]:
     parts = [layers_of(opened(model, seed)[1]) for seed in seeds]
     found: list[list[np.ndarray]] = [[] for _ in seeds]
     for step in zip(*parts, strict=True):
-        scored = np.asarray(model.score_sparse(step).wide())
+        scored = np.asarray(model.score_sparse(step).to_dense())
         for number, rows in enumerate(np.split(scored, len(seeds))):
             found[number].append(rows)
     return [np.concatenate(rows) for rows in found]
@@ -187,7 +187,7 @@ def test_mask_slots_are_those_of_the_formulas(
     for session, part in sessions:
         session.add_features(model.mask_features(3))
         parts.append(Part(session, [part.tokens[0], *[heads.MASK] * 3], [PREFIX, 0, 1, 2], range(4)))
-    found = np.split(np.asarray(model.score_sparse(parts).wide()), 2)
+    found = np.split(np.asarray(model.score_sparse(parts).to_dense()), 2)
     for seed, logits in enumerate(found):
         wanted = np.full((4, VOCAB), -np.inf)
         rows = reference(hidden_states(seed), tokens_of(PROMPT + len(PARENTS) - 1, seed)[:PROMPT], 3)[0][-4:]

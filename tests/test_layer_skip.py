@@ -78,12 +78,12 @@ class Guarded(LayerSkipDrafter):
     drafts = 0
 
     def grow(self, states: Sequence[SkipState], trees: Sequence[TokenTree]) -> None:
-        before, size = [held_by(state.base) for state in states], sum(map(len, trees))
-        lengths = [state.base.length for state in states]
+        before, size = [held_by(state.target_session) for state in states], sum(map(len, trees))
+        lengths = [state.target_session.length for state in states]
         super().grow(states, trees)
         for state, held, length in zip(states, before, lengths, strict=True):
-            assert state.base.length == length
-            assert held_by(state.base) == held
+            assert state.target_session.length == length
+            assert held_by(state.target_session) == held
         self.drafts += sum(map(len, trees)) - size
 
 

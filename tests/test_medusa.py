@@ -59,7 +59,7 @@ def logits_of(target: Loaded, path: Path, hidden: np.ndarray) -> np.ndarray:
         sessions.append(session)
     draft = model.draft(sessions, [1] * len(sessions))
     assert [session.length for session in sessions] == [7] * len(sessions)
-    rows = [[draft.layer(text, head, [(1,)]).wide()[0] for head in range(HEADS)] for text in range(len(sessions))]
+    rows = [[draft.layer(text, head, [(1,)]).to_dense()[0] for head in range(HEADS)] for text in range(len(sessions))]
     return np.array([[np.asarray(row) for row in text] for text in rows])
 
 

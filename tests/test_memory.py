@@ -95,7 +95,7 @@ def drafts_of(engine: Engine) -> list[tuple[int, ToySession]]:
         states += [(key, track.state) for key, track in engine.worker._loop._requests.items()]
     parts = [(key, part) for key, state in states for part in getattr(state, "parts", [state])]
     found = [(key, part, getattr(part, "session", None)) for key, part in parts]
-    return [(key, it) for key, part, it in found if isinstance(it, ToySession) and it is not part.base]
+    return [(key, it) for key, part, it in found if isinstance(it, ToySession) and it is not part.target_session]
 
 
 @pytest.mark.parametrize("length", [75, 200, 300, 400])

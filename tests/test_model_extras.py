@@ -60,7 +60,7 @@ def test_hidden_states_of_a_tree_are_those_of_each_path(model: Any) -> None:
     for place, node in enumerate(part.hidden_rows):
         logits, hidden = fresh_hidden(model, [*prompt, *(nodes[n] for n in branch(parents, node))], layers)
         assert_same(model, scored.hidden[:, place], hidden)
-        assert_same(model, model.project(scored.hidden[-1:, place]).wide()[0], logits)
+        assert_same(model, model.project(scored.hidden[-1:, place]).to_dense()[0], logits)
         if node == 5:
             assert_same(model, torch.as_tensor(scored.logits)[1], logits)
     plain = model.score([Part(prefilled(model, prompt), nodes, parents, (3, 5))])

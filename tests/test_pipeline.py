@@ -168,7 +168,7 @@ def difference(found: Ranks, rounds: int = 16) -> str | None:
             scores = [tensor_of(output.logits) for output in (one, two)]
         else:
             scores = [
-                tensor_of(model.score_sparse(own).wide()) for model, own in zip(models(found), parts, strict=True)
+                tensor_of(model.score_sparse(own).to_dense()) for model, own in zip(models(found), parts, strict=True)
             ]
         if not torch.equal(*scores):
             return f"logits in round {turn}"

@@ -249,7 +249,7 @@ def test_the_best_tokens_are_the_top_of_the_rank(vocab: int, sampling: Sampling,
             logits = shapes(vocab, seed)
             rows = rows_of(rule, sampling, seed, len(logits))
             for held in (SparseLogits(logits, None, vocab), SparseLogits(logits[:, torch.from_numpy(ids)], ids, vocab)):
-                wide = held.wide()
+                wide = held.to_dense()
                 ranked = rule.rank(wide, rows)
                 for (tokens, values), rank, row in zip(top_k_rows(held, rows, 8), ranked, wide, strict=True):
                     if way == "native" and sampling.filters and abs(float(row.max())) / sampling.temperature > 1e30:

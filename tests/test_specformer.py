@@ -80,7 +80,7 @@ def scores(model: Any, lengths: Sequence[int] = LENGTHS) -> np.ndarray:
             session.keep(range(first))
         feed(model, session, hidden[:, first:])
         parts.append(chain(session, tokens[first:], [length - first - 1]))
-    return np.asarray(model.score_sparse(parts).wide()).reshape(len(lengths), SLOTS, -1)
+    return np.asarray(model.score_sparse(parts).to_dense()).reshape(len(lengths), SLOTS, -1)
 
 
 def expected(folder: Path, variant: str = "llama", mistake: str = "") -> np.ndarray:
@@ -138,7 +138,7 @@ def test_a_batch_and_a_copied_prefix_give_the_same_scores(dtype: str, targets: A
     copied.start_from(whole, 7)
     feed(model, copied, hidden[:, 7:])
     found = model.score_sparse([Part(copied, tokens[7:], range(-1, 5), [5])])
-    assert distance(np.asarray(found.wide()), together[0]) < 1e-4
+    assert distance(np.asarray(found.to_dense()), together[0]) < 1e-4
     assert model.weight_bytes > 0
 
 

@@ -107,7 +107,7 @@ class Rounds:
         def compared(jobs: Any) -> Any:
             held = score(jobs)
             [(state, tree, frontier)] = jobs
-            for node, row in zip(frontier, np.asarray(held.wide()), strict=True):
+            for node, row in zip(frontier, np.asarray(held.to_dense()), strict=True):
                 path = [*state.tokens, *tokens_below_root(tree, node)]
                 offsets = [*self.offsets, *range(1, len(path) - len(self.offsets) + 1)]
                 self.largest = max(self.largest, float(np.abs(self.trained(path, offsets) - row).max()))
@@ -230,7 +230,7 @@ def test_a_steering_of_zero_is_the_plain_draft(changes: dict[str, str], folder: 
 
             def noted(jobs: Any, score: Any = score, rows: Any = rows) -> Any:
                 held = score(jobs)
-                rows.append(np.asarray(held.wide()))
+                rows.append(np.asarray(held.to_dense()))
                 return held
 
             expander.score = noted

@@ -22,7 +22,7 @@ CHUNK = 256  # tokens per forward
 Progress = Callable[[str, int, int], None]
 
 
-def judge(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
+def score_quality(bench: Bench, progress: Progress, runs_tests: bool = False) -> None:
     """Judge all stored answers that are not judged yet; with `runs_tests`, also run programs against their tests."""
     has_lossy = any(is_lossy(contender) for contender in bench.options.methods)
     found = [record for record in bench.store.records.values() if record.batch == 1 and record.failed is None]
@@ -74,7 +74,7 @@ def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int
     for start in range(0, len(text), CHUNK):
         part = text[start : start + CHUNK]
         wanted = [place for place in range(len(part)) if start + place >= first]
-        logits = host_array(model.score_sparse([chain(session, part, wanted, keep)]).wide())
+        logits = host_array(model.score_sparse([chain(session, part, wanted, keep)]).to_dense())
         keep = range(len(part))
         if wanted:
             yield start + wanted[0], logits

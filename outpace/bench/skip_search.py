@@ -96,16 +96,16 @@ def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progres
     answers = _answers(target, prompts, options, progress)
     times = _time_sublayers(model, answers[0].session)
 
-    def judge(sublayers: Sublayers) -> tuple[float, int, float]:
+    def evaluate(sublayers: Sublayers) -> tuple[float, int, float]:
         if not sublayers.size:
             return 0.0, 1, 1.0
         less = model.skip_sublayers(*sublayers)
         runs = [_agreed(less, answer) for answer in answers]
         return *predict_speedup(runs, sublayers, times), sum(map(sum, runs)) / sum(map(len, runs))
 
-    best, trials = _optimize(judge, model.num_layers, options, progress)
+    best, trials = _optimize(evaluate, model.num_layers, options, progress)
     tokens = sum(len(answer.text) - len(answer.request.prompt) for answer in answers)
-    return SearchResult(best, *judge(best), trials, tokens, times)
+    return SearchResult(best, *evaluate(best), trials, tokens, times)
 
 
 def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times: SublayerTimes) -> tuple[float, int]:
@@ -169,7 +169,10 @@ def _time_sublayers(model: Model, session: Any) -> SublayerTimes:
 
 
 def _optimize(
-    judge: Callable[[Sublayers], tuple[float, int, float]], num_layers: int, options: SearchOptions, progress: Progress
+    evaluate: Callable[[Sublayers], tuple[float, int, float]],
+    num_layers: int,
+    options: SearchOptions,
+    progress: Progress,
 ) -> tuple[Sublayers, int]:
     """Run the tree-structured Parzen estimator; return the best trial's set and the number of trials."""
     import optuna
@@ -186,7 +189,7 @@ def _optimize(
     def run(trial: Any) -> float:
         for kind, layer in places:
             trial.suggest_categorical(f"{kind} {layer}", [False, True])
-        speed = judge(chosen(trial.params))[0]
+        speed = evaluate(chosen(trial.params))[0]
         progress("trials", (trial.number + 1) / options.trials)
         return speed
 

@@ -37,7 +37,7 @@ class TaskPrompt(NamedTuple):
     reference: Reference | None = None
     before: tuple[str, ...] = ()
 
-    def at(self, turn: int) -> TaskPrompt:
+    def earlier_turn(self, turn: int) -> TaskPrompt:
         """Return an earlier turn of the conversation (0: the first), without its reference."""
         task = self.task.removesuffix(f" {len(self.before) + 1}") if self.before else self.task
         return TaskPrompt(_turn_task(task, turn), self.name, self.before[turn], None, self.before[:turn])
@@ -135,7 +135,7 @@ def prompt_of(
     messages: list[dict[str, str]] = []
     for turn, text in enumerate(prompt.before):
         messages.append({"role": "user", "content": text})
-        written = [token for token in plain_answer(prompt.at(turn)) if token not in tokenizer.stop_ids]
+        written = [token for token in plain_answer(prompt.earlier_turn(turn)) if token not in tokenizer.stop_ids]
         messages.append({"role": "assistant", "content": tokenizer.decode(written)})
     return tuple(tokenizer.chat([*messages, {"role": "user", "content": prompt.text}]))
 

@@ -152,12 +152,12 @@ class SameThreadWorker(DraftWorker):
 
     def _grow(self) -> list[tuple[int, CandidateLevel]]:
         """Run one draft step; return its levels, none if there is nothing to draft or the drafter failed."""
-        return [] if self.failure is not None else self._guarded(self._loop.grow) or []
+        return [] if self.failure is not None else self._run_guarded(self._loop.grow) or []
 
     def _publish(self, levels: Sequence[tuple[int, CandidateLevel]]) -> None:
-        self._guarded(super()._publish, levels)
+        self._run_guarded(super()._publish, levels)
 
-    def _guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
+    def _run_guarded(self, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a function; if it raises, record the failure of the drafter and return None."""
         try:
             return call(*arguments)

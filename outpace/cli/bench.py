@@ -174,7 +174,7 @@ def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
     """Measure, then score, below the rows so far and a progress bar, or a line a minute without a terminal. Return
     False after Ctrl-C."""
     from outpace.bench import report
-    from outpace.bench.judging import judge
+    from outpace.bench.judging import score_quality
 
     console = display.stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -194,7 +194,7 @@ def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
 
         try:
             running.measure(show)
-            judge(running, show, measured.run_tests)
+            score_quality(running, show, measured.run_tests)
             if measured.memory:
                 running.measure_memory(show)
         except KeyboardInterrupt:

@@ -45,13 +45,13 @@ def examine(text: str, target: str | None, quiet: bool) -> dict[str, Any]:
                 raise UserError(str(hello or NO_ANSWER))
             found: dict[str, Any] = {"link": str(address), "draft": hello.hello.name, "target": llm.target.name}
             found |= _time(connection, bar)
-        figures, room = [], max(llm.target.model.max_positions - MAX_TOKENS - 1, 1)
+        figures, max_tokens = [], max(llm.target.model.max_positions - MAX_TOKENS - 1, 1)
         prompts, end = collect([BUILT_IN], NUM_PROMPTS), time.monotonic() + ANSWER_SECONDS
         for number, prompt in enumerate(prompts):
             bar("answers", number / len(prompts))
             if number and time.monotonic() > end:
                 break
-            tokens = llm.tokenizer.encode_prompt(prompt.text)[:room]
+            tokens = llm.tokenizer.encode_prompt(prompt.text)[:max_tokens]
             figures.append(llm.stream(tokens, max_tokens=MAX_TOKENS).finish().figures)
         total = merge_stats(figures)
         found["pass_seconds"] = total.target_seconds / total.passes

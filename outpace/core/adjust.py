@@ -91,7 +91,7 @@ class _Columns(NamedTuple):
     ids: np.ndarray | None
     size: int
 
-    def of(self, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+    def find(self, tokens: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens that have a column, and the columns: int64 both."""
         asked = np.fromiter(tokens, np.int64, len(tokens))
         if self.ids is None:
@@ -126,7 +126,7 @@ def _adjust_all(scores: Any, rows: Sequence[Row], ids: np.ndarray | None) -> Non
 def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:
     request = rows[0].request
     bias = dict(settings.logit_bias)
-    known, at = places.of(bias)
+    known, at = places.find(bias)
     if len(at):
         scores[:, at] += _like(scores, [*map(bias.__getitem__, known.tolist())])
     _penalise(scores, rows, settings, places)
@@ -135,12 +135,12 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Co
         if settings.banned is not None:
             forbidden += settings.banned.after(_answer_backwards(row))
         if forbidden:
-            scores[number, places.of(forbidden)[1]] = _FORBIDDEN
+            scores[number, places.find(forbidden)[1]] = _FORBIDDEN
     if settings.banned is not None:
-        scores[:, places.of(settings.banned.always.tolist())[1]] = _FORBIDDEN
+        scores[:, places.find(settings.banned.always.tolist())[1]] = _FORBIDDEN
     if settings.allowed is not None:
         refused = np.ones(places.size, bool)
-        refused[places.of(settings.allowed)[1]] = False
+        refused[places.find(settings.allowed)[1]] = False
         _forbid(scores, refused)
 
 
@@ -152,9 +152,9 @@ def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _
         return
     committed = rows[0].committed
     answer = Counter(committed[len(rows[0].request.prompt) :] if is_counted else ())
-    drafted, columns = places.of({token for row in rows for token in row.path})
+    drafted, columns = places.find({token for row in rows for token in row.path})
     before = scores[:, columns]
-    known, at = places.of(set(committed) if repeats else answer)
+    known, at = places.find(set(committed) if repeats else answer)
     if len(at):
         counts = [*map(answer.__getitem__, known.tolist())] if is_counted else None
         scores[:, at] = _penalised(scores[:, at], counts, settings)

@@ -57,7 +57,7 @@ class BannedText:
     always: np.ndarray  # tokens that contain a whole string, ascending: int64 [tokens]
     completing: tuple[tuple[bytes, tuple[int, ...]], ...]  # text end: tokens that complete a string after it
     texts: Mapping[int, bytes]  # of the tokens that can be part of a string
-    reach: int  # number of bytes before a token that matter
+    context_bytes: int  # number of bytes before a token that matter
     size: int  # of the vocabulary; higher ids pad the embedding and have no text
 
     def after(self, backwards: Iterable[int]) -> list[int]:
@@ -65,7 +65,7 @@ class BannedText:
         tail = b""
         for token in backwards:
             text = self.texts.get(token) if token < self.size else b""
-            if text is None or len(tail) >= self.reach:
+            if text is None or len(tail) >= self.context_bytes:
                 break
             tail = text + tail
         return [token for start, tokens in self.completing if tail.endswith(start) for token in tokens]
@@ -98,7 +98,7 @@ class TokenTexts:
             texts={
                 t: text for t, text in tokens if text.endswith(tuple(starts)) or any(text in word for word in words)
             },
-            reach=max(map(len, words)) - 1,
+            context_bytes=max(map(len, words)) - 1,
             size=len(tokens),
         )
 

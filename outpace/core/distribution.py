@@ -55,7 +55,7 @@ class TokenDistribution:
         return len(self.weights) if self.tokens is None else int(self.tokens[-1]) + 1 if len(self.tokens) else 0
 
     @property
-    def most(self) -> float:
+    def max_probability(self) -> float:
         return float(self.weights.max()) / self.total
 
     @cached_property
@@ -65,18 +65,18 @@ class TokenDistribution:
         logs = np.log(np.maximum(p, np.finfo(p.dtype).tiny))  # a p of 0 contributes 0, whatever its logarithm
         return -float(p @ logs)
 
-    def of(self, token: int) -> float:
+    def probability(self, token: int) -> float:
         if token not in self._known:
-            self._known[token] = self._of(token)
+            self._known[token] = self._probability(token)
         return self._known[token]
 
-    def _of(self, token: int) -> float:
+    def _probability(self, token: int) -> float:
         place = token if self.tokens is None else int(np.searchsorted(self.tokens, token))
         if place >= len(self.weights) or (self.tokens is not None and self.tokens[place] != token):
             return 0.0
         return float(self.weights[place]) / self.total if self.total else 0.0
 
-    def wide(self, size: int) -> np.ndarray:
+    def to_dense(self, size: int) -> np.ndarray:
         """Return the probabilities of all tokens below `size`, by id. [size]"""
         p = self._probabilities()
         if self.tokens is None and len(p) == size:
@@ -86,12 +86,12 @@ class TokenDistribution:
         wide[slice(len(known)) if self.tokens is None else self.tokens[: len(known)]] = known
         return wide
 
-    def on(self, other: TokenDistribution) -> np.ndarray:
+    def restrict_to(self, other: TokenDistribution) -> np.ndarray:
         """Return the probabilities of the tokens that `other` keeps. [kept of other]"""
-        wide = self.wide(other.size)
+        wide = self.to_dense(other.size)
         return wide if other.tokens is None else wide[other.tokens]
 
-    def at(self, number: float) -> int:
+    def token_at(self, number: float) -> int:
         """Return the lowest token whose cumulative probability exceeds a number in [0, 1)."""
         reached = number * self.total
         block = min(int(self._sums.searchsorted(reached, side="right")), len(self._sums) - 1)
@@ -105,7 +105,7 @@ class TokenDistribution:
         """Return the distribution with weights (share p - q)+."""
         rest = self._probabilities()
         rest *= rest.dtype.type(share)
-        rest -= q.on(self)
+        rest -= q.restrict_to(self)
         return TokenDistribution(np.maximum(rest, 0.0, out=rest), self.tokens)
 
     def without(self, token: int) -> TokenDistribution:
@@ -235,4 +235,4 @@ class RandomSource:
 
     def draw(self, key: DecisionKey, p: TokenDistribution) -> int:
         """Draw a token from p: the lowest whose cumulative probability exceeds the number."""
-        return p.at(self.number(key))
+        return p.token_at(self.number(key))

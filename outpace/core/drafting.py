@@ -65,7 +65,7 @@ class TargetFeedback(NamedTuple):
     top: np.ndarray | None = None  # int64 [nodes, top], best first
     hidden: Tensor | np.ndarray | None = None  # [layers, nodes, width]
 
-    def only(self, needs: Needs, layers: Sequence[int]) -> TargetFeedback:
+    def select(self, needs: Needs, layers: Sequence[int]) -> TargetFeedback:
         """Return the part that `needs` request; `hidden` now holds the states after `layers`."""
         top = self.top[:, : needs.top] if self.top is not None and needs.top else None
         return self._replace(top=top, hidden=pick_layers(self.hidden, layers, needs.layers))

@@ -51,7 +51,7 @@ class SparseLogits(NamedTuple):
         """Return some of the rows."""
         return SparseLogits(self.values[rows], self.ids, self.vocab)
 
-    def wide(self, rows: slice = slice(None)) -> Any:
+    def to_dense(self, rows: slice = slice(None)) -> Any:
         """Return the logits of all tokens, as an array or tensor like `values`. [rows, vocab]"""
         values: Any = self.values[rows]
         if self.ids is None:

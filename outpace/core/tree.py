@@ -97,7 +97,7 @@ class TokenTree(kernels.TokenTree):
         self.drawn[parent], self._is_drawn = drawn, True
         distinct = dict.fromkeys(drawn.tokens)
         for token in distinct:
-            self.add(parent, token, self.scores[parent] + math.log(drawn.q.of(token)), siblings=siblings)
+            self.add(parent, token, self.scores[parent] + math.log(drawn.q.probability(token)), siblings=siblings)
         return len(distinct)
 
     def below(self, node: int) -> TokenTree:
@@ -171,11 +171,11 @@ def best_nodes(tree: TokenTree, count: int, q_at_leaves: bool = False) -> list[i
 
 def _first_groups(tree: TokenTree, count: int, q_at_leaves: bool) -> list[int]:
     """Return the root and as many whole groups as fit, which depends on how many tokens were drawn, not on which."""
-    nodes, room = [0], count - 1
+    nodes, num_left = [0], count - 1
     for node, drawn in tree.drawn.items():
-        room -= len(drawn.tokens)
+        num_left -= len(drawn.tokens)
         children = tree.children(node)
-        if room < 0 or (q_at_leaves and any(child not in tree.drawn for child in children)):
+        if num_left < 0 or (q_at_leaves and any(child not in tree.drawn for child in children)):
             break
         nodes += children
     return sorted(nodes)

@@ -406,8 +406,8 @@ class DraftState:
 
     Set before each growth: `source`, which of the sources grows the tree (None: all); `directives`, how and where to
     draft, which a drafter may ignore; `max_read`, how many tokens of texts a model should read in this growth at most,
-    because other requests wait; `base`, the target's session, for drafters with `needs.session`: it holds all tokens
-    but the root, and the drafter may add pending nodes to it.
+    because other requests wait; `target_session`, for drafters with `needs.session`: it holds all tokens but the root,
+    and the drafter may add pending nodes to it.
 
     `pending`: the rounds that the drafter has not observed yet.
     """

@@ -62,4 +62,4 @@ def _is_unsure(tree: TokenTree, new: Sequence[int], fallback: float) -> bool:
     drawn = [tree.drawn[parent] for parent in {tree.parents[node] for node in new} if parent in tree.drawn]
     if not drawn:
         return max(math.exp(tree.scores[node] - tree.scores[tree.parents[node]]) for node in new) < fallback
-    return max((each.q if each.raw is None else each.raw()).most for each in drawn) < fallback
+    return max((each.q if each.raw is None else each.raw()).max_probability for each in drawn) < fallback

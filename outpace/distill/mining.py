@@ -280,12 +280,12 @@ class Miner:
         """Return the prompt, and the most tokens of an answer that both contexts hold; UserError if they hold none."""
         tokens = tuple(self._target.tokenizer.encode_prompt(question.text))
         target, draft = self._target.model.max_positions, self._draft.model.max_positions
-        if (room := min(target - 1, draft) - len(tokens)) < 1:  # the target writes a token after the drafted one
+        if (tokens_left := min(target - 1, draft) - len(tokens)) < 1:  # the target writes a token after the drafted one
             raise UserError(
                 f"the question {question.text[:40]!r} has {len(tokens)} tokens, which with an answer do not fit the"
                 f" contexts of target ({target}) and draft ({draft}): take it out"
             )
-        return Completion(tokens, min(room, self._options.max_tokens))
+        return Completion(tokens, min(tokens_left, self._options.max_tokens))
 
     def _final_answer(self, mined: MinedQuestion, tokens: Sequence[int]) -> Any:
         text = self._target.tokenizer.decode([token for token in tokens if token not in self._stop_ids])

@@ -37,7 +37,7 @@ class Shard:
     origin: Mapping[str, str] = field(default_factory=dict)  # what wrote it, by name: weights, tokenizer, ..., taps
 
     @classmethod
-    def of(cls, answers: Sequence[WrittenAnswer]) -> Shard:
+    def from_answers(cls, answers: Sequence[WrittenAnswer]) -> Shard:
         texts = [np.concatenate([np.array(answer.job.prompt, np.int32), answer.tokens]) for answer in answers]
         return cls(
             tokens=np.concatenate(texts),
@@ -98,7 +98,7 @@ class TextFolder:
         from safetensors.numpy import save_file
 
         number = max((int(name.split("-")[1].split(".")[0]) for name in self.shards), default=-1) + 1
-        name, shard = f"shard-{number:05d}.safetensors", Shard.of(answers)
+        name, shard = f"shard-{number:05d}.safetensors", Shard.from_answers(answers)
         after_failure = f"the {len(self.shards)} finished shards stay good"
         tensors = {name: value for name, value in vars(shard).items() if isinstance(value, np.ndarray)}
         if taps := [answer.taps for answer in answers if answer.taps is not None]:

@@ -55,7 +55,7 @@ class PickModels:
     def __init__(self) -> None:
         self._models = {"greedy": PickModel(has_shares=True), "sampled": PickModel()}
 
-    def of(self, request: Request) -> PickModel:
+    def for_request(self, request: Request) -> PickModel:
         return self._models["greedy" if request.sampling.is_greedy else "sampled"]
 
     def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
@@ -63,7 +63,7 @@ class PickModels:
         for node, written in zip(seen.node_ids, seen.tokens, strict=False):
             if offer := offers.get(node):
                 tokens, values = offer
-                self.of(request).learn(values, tokens.index(written) if written in tokens else None)
+                self.for_request(request).learn(values, tokens.index(written) if written in tokens else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted parameters of both, for the profile."""

@@ -28,7 +28,7 @@ class CompositeState(DraftState):
     def part(self, number: int) -> Any:
         """Return a part's own state, with what was set for the next growth."""
         own = self.parts[number]
-        own.source, own.directives, own.base = self.source, self.directives, self.base
+        own.source, own.directives, own.target_session = self.source, self.directives, self.target_session
         own.max_read = self.max_read
         return own
 
@@ -80,7 +80,7 @@ class CompositeDrafter(Drafter):
 
     def pause(self, state: CompositeState) -> None:
         for part, inner in zip(self.parts, state.parts, strict=True):
-            inner.base = None
+            inner.target_session = None
             part.catch_up(inner)
             part.pause(inner)
 
@@ -119,7 +119,7 @@ class SharedTree(CompositeDrafter):
         for number, part in enumerate(self.parts):
             needs = part.capabilities.needs
             if seen.tokens or needs.prompt:
-                own = seen.seen and seen.seen.only(needs, layers)
+                own = seen.seen and seen.seen.select(needs, layers)
                 state.parts[number].pending.add(seen._replace(seen=own))
             if seen.seen is not None:
                 part.catch_up(state.parts[number])

@@ -106,14 +106,14 @@ class ExpansionState(DraftState):
         return len(self.tokens) - 1 - self.start - self.session.length
 
     @property
-    def room(self) -> int:
+    def depth_left(self) -> int:
         """Number of tokens after the root that the session can hold; negative if the text exceeds the draft model's
         context."""
         return self.session.capacity - len(self.tokens) + self.start
 
     def deepest(self, tree: TokenTree) -> int:
         """Return the greatest depth at which nodes may be expanded; negative if none may."""
-        return min(self.room, tree.max_depth - 1)
+        return min(self.depth_left, tree.max_depth - 1)
 
 
 class ExpansionJob(NamedTuple):
@@ -144,13 +144,18 @@ class TreeExpander:
         tree_nodes: int,
         floor: float = 0.0,
         window: int = 0,
-        on_base: bool = False,
+        uses_target_session: bool = False,
         proposed: int = 0,
     ) -> None:
-        """`window` 0: the draft reads the whole text. `on_base`: expand in pending nodes of the target's own session,
-        with a model that shares its sessions. `proposed`: number of tokens proposed below each node, if the model can
-        rank them itself."""
-        self.model, self.window, self._on_base, self._proposed = model, window, on_base, proposed
+        """`window` 0: the draft reads the whole text. `uses_target_session`: expand in pending nodes of the target's
+        own session, with a model that shares its sessions. `proposed`: number of tokens proposed below each node, if
+        the model can rank them itself."""
+        self.model, self.window, self._uses_target_session, self._proposed = (
+            model,
+            window,
+            uses_target_session,
+            proposed,
+        )
         self._width, self._tree_nodes = width, tree_nodes
         self._floor = _log(floor)
 
@@ -166,21 +171,21 @@ class TreeExpander:
 
     def open(self, request: Request) -> Any:
         """Open a session of the model for this request; None if the target's session is borrowed in each round."""
-        if self._on_base:
+        if self._uses_target_session:
             return None
         capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
         return self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """Return the most that sessions for texts of these lengths take."""
-        if self._on_base:
+        if self._uses_target_session:
             return 0
         return max_session_bytes(self.model, [self._max_slots(length) for length in lengths])
 
     def pause(self, state: ExpansionState) -> None:
         """Release the session's memory; it is read again when the next nodes are expanded."""
         state.slots.clear()
-        if self._on_base:
+        if self._uses_target_session:
             state.session = None
         else:
             state.session.truncate(0)
@@ -189,8 +194,8 @@ class TreeExpander:
     def jobs(self, states: Sequence[ExpansionState], trees: Sequence[TokenTree]) -> list[ExpansionJob]:
         """Choose what one forward expands, without the trees that have nothing to expand. A request that has much text
         left to read while others wait gets one chunk read now, and no job."""
-        for state in states if self._on_base else ():
-            state.session = state.base
+        for state in states if self._uses_target_session else ():
+            state.session = state.target_session
         reading = self._read_long_texts(states)
         open_trees = []
         for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
@@ -213,10 +218,10 @@ class TreeExpander:
 
     def likelihood(self, state: ExpansionState, tokens: Sequence[int]) -> list[float] | None:
         """Return log q of these tokens as the continuation of the text, at temperature 1, by one forward that leaves
-        nothing in the session; None if the session has no room, or lacks more text than may be read while others
+        nothing in the session; None if the session has no free slot, or lacks more text than may be read while others
         wait."""
         session = state.session
-        if self._on_base or len(state.tokens) - state.start + len(tokens) > session.capacity:
+        if self._uses_target_session or len(state.tokens) - state.start + len(tokens) > session.capacity:
             return None
         if self._read_long_texts([state]):
             return None
@@ -227,7 +232,7 @@ class TreeExpander:
         text = [*state.tokens[state.start + session.length :], *tokens[:-1]]
         parents = [PREFIX, *range(pending, pending + len(text) - 1)]
         part = Part(session, self.clamp_ids(text), parents, range(missing, len(text)))
-        log_q = log_softmax(host_array(self._score([state], [part]).wide()).astype(np.float64))  # [tokens, vocab]
+        log_q = log_softmax(host_array(self._score([state], [part]).to_dense()).astype(np.float64))  # [tokens, vocab]
         session.keep(range(missing), () if missing else range(pending))
         return token_scores(log_q, tokens)
 
@@ -235,7 +240,7 @@ class TreeExpander:
         """Commit the tokens that the target accepted, and keep what lives on in its new tree; drop everything pending
         in a borrowed session."""
         state.tokens += seen.tokens
-        if self._on_base:
+        if self._uses_target_session:
             state.slots.clear()
             return
         path, live = state.slots.follow(seen.node_ids, seen.tree)
@@ -257,7 +262,7 @@ class TreeExpander:
                 floor = -math.inf
             slots.append(state.slots)
             trees.append(tree)
-            counts.append(min(width, state.session.free) if self._on_base else width)
+            counts.append(min(width, state.session.free) if self._uses_target_session else width)
             floors.append(floor)
             max_depths.append(state.deepest(tree))
         found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
@@ -275,7 +280,7 @@ class TreeExpander:
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """While others wait, read a part of each text that lacks more than may be read in this growth, those that will
         be read soonest first; return the places of these requests. Texts beyond the model's context are not read."""
-        if self._on_base or all(state.max_read == UNLIMITED for state in states):
+        if self._uses_target_session or all(state.max_read == UNLIMITED for state in states):
             return set()
         for state in states:
             self.begin(state)
@@ -283,7 +288,7 @@ class TreeExpander:
         for place in sorted(range(len(states)), key=lambda place: states[place].missing):
             state = states[place]
             most = max(min(state.max_read - read, CHUNK), 0)
-            if state.room >= 0:
+            if state.depth_left >= 0:
                 if state.missing > most:
                     lagging[place] = most
                 read += min(state.missing, most)

@@ -79,7 +79,7 @@ class CachebackDrafter(LookupDrafter[CachebackState]):
         self.capabilities = replace(self.capabilities, save=self._tables.save)
 
     def open(self, request: Request) -> CachebackState:
-        state = CachebackState(request, table=self._tables.of(request.cache_salt))
+        state = CachebackState(request, table=self._tables.for_salt(request.cache_salt))
         state.last = state.table.read((), request.prompt, PHRASE)
         return state
 

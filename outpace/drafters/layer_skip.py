@@ -283,7 +283,7 @@ class LayerSkipDrafter(Drafter):
         self, target: Model, sublayers: Sublayers, options: Options, search: SublayerSearch | None = None
     ) -> None:
         self._target, self._options, self.search = target, options, search
-        self._expander = TreeExpander(target, options.width, options.tree_nodes, on_base=True)
+        self._expander = TreeExpander(target, options.width, options.tree_nodes, uses_target_session=True)
         self._pick_models = PickModels()
         self._choose(sublayers)
         kept = 1 - sublayers.size / (2 * target.num_layers)  # as if all sublayers had one size and no others weights
@@ -340,7 +340,7 @@ class LayerSkipDrafter(Drafter):
         """Run one forward and add the children; a draft ends where none is likely enough."""
         offers = iter(top_k_rows(self._expander.score(jobs), rows_of(jobs), self._options.width + SPARE))
         for state, tree, frontier in jobs:
-            pick_model, surest = self._pick_models.of(state.request), -math.inf
+            pick_model, surest = self._pick_models.for_request(state.request), -math.inf
             for node in frontier:
                 tokens, values = next(offers)
                 if not tokens:

@@ -64,7 +64,7 @@ class LookaheadDrafter(LookupDrafter[LookaheadState]):
         self.capabilities = replace(self.capabilities, save=self._pools.save)
 
     def open(self, request: Request) -> LookaheadState:
-        pool = self._pools.of(request.cache_salt) if self._options.phrases else self._pools.make()
+        pool = self._pools.for_salt(request.cache_salt) if self._options.phrases else self._pools.make()
         state = LookaheadState(request, pool=pool)
         self._fill(state)
         self._read(state, request.prompt)

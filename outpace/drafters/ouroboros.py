@@ -75,7 +75,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         self.capabilities = self._expander.capabilities(self.capabilities, learnt, save=self._pools.save)
 
     def open(self, request: Request) -> OuroborosState:
-        pool = self._pools.of(request.cache_salt)
+        pool = self._pools.for_salt(request.cache_salt)
         state = OuroborosState(request, session=self._expander.open(request), pool=pool)
         state.last = state.pool.read((), request.prompt, self._options.phrase)
         return state
@@ -123,7 +123,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
 
     def _advance(self, state: OuroborosState, tree: TokenTree) -> bool:
         """Move the end along the draft's likeliest tokens; return whether it moved."""
-        pick_model, began = self._pick_models.of(state.request), state.end
+        pick_model, began = self._pick_models.for_request(state.request), state.end
         node = tree.ids.index(state.end)
         while (offer := state.offers.get(tree.ids[node], ([], [])))[0] and len(tree) < self._options.tree_nodes:
             if tree.depth(node) >= tree.max_depth:

@@ -283,7 +283,7 @@ class ByTokens(TranslatedDrafter):
         if not tokens:
             return None
         state.offers[tree.ids[node]] = offer
-        chances = self._pick_models.of(state.request).log_chances(values)
+        chances = self._pick_models.for_request(state.request).log_chances(values)
         for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
             tree.add(node, token, tree.scores[node] + chance, Role.SECONDARY if rank else Role.PRIMARY)
         return tree.child(node, tokens[0])

@@ -101,7 +101,7 @@ class DraftRunner:
             context.round_trip = partial(worker.round_trip_of, context.candidates)
             worker.open(sequence.key, sequence.request, context.candidates)
         elif (drafter := self._of(sequence)) is not None:
-            sequence.draft.state = state = self.guarded(sequence.draft.name, drafter.open, sequence.request)
+            sequence.draft.state = state = self.run_guarded(sequence.draft.name, drafter.open, sequence.request)
             if state is not None and sequence.draft.source is not None:
                 self._call(sequence, "copy_prefix", sequence.draft.source, sequence.draft.prompt_read)
             sequence.draft.source = None
@@ -111,7 +111,7 @@ class DraftRunner:
     def pause(self, sequence: TokenSequence) -> None:
         """Release the keys and values of a sequence's draft."""
         if sequence.draft.state is not None:
-            sequence.draft.state.base = None
+            sequence.draft.state.target_session = None
             self._call(sequence, "catch_up")
             self._call(sequence, "pause")
         if worker := self._worker_of(sequence):
@@ -136,14 +136,14 @@ class DraftRunner:
         total = self.worker.stored_bytes(lengths) if self.worker is not None and lengths else 0
         for name, drafter in list(self.drafters.items()):
             lengths = [length for sequence, length in texts if sequence.draft.name == name]
-            total += (self.guarded(name, drafter.capabilities.memory, lengths) or 0) if lengths else 0
+            total += (self.run_guarded(name, drafter.capabilities.memory, lengths) or 0) if lengths else 0
         return total
 
     def close_drafters(self) -> None:
         if self.worker:
             self.worker.close()
         for name in list(self.drafters):
-            self.guarded(name, self.drafters[name].capabilities.save)
+            self.run_guarded(name, self.drafters[name].capabilities.save)
 
     def run_drafters(self, running: Sequence[TokenSequence]) -> None:
         """Draft and wait until no decoder yields Draft or Await any more; a drafter grows the trees of all its
@@ -239,7 +239,7 @@ class DraftRunner:
         if drafter is None:
             draft.state = None  # of a drafter that was given up
         elif draft.state is not None:
-            self.guarded(draft.name, getattr(drafter, verb), draft.state, *arguments)
+            self.run_guarded(draft.name, getattr(drafter, verb), draft.state, *arguments)
 
     def _of(self, sequence: TokenSequence) -> Drafter | None:
         """Return the drafter that alternates with the target for this sequence, unless it was given up."""
@@ -262,12 +262,12 @@ class DraftRunner:
             state, action = sequence.draft.state, sequence.action
             assert isinstance(action, Draft)
             if drafter is not None and state is not None and state.pending:
-                self.guarded(name, drafter.catch_up, state)
+                self.run_guarded(name, drafter.catch_up, state)
                 drafter = self._of(sequence)
             if drafter is None:
                 break
             if lends:
-                sequence.lend_session()
+                sequence.attach_target_session()
             tree = action.tree
             tree.current_source, tree.width, tree.vocab_size = source_name, action.width, self._vocab_size
             # The target writes the last token itself, but some rules need q for it.
@@ -280,7 +280,7 @@ class DraftRunner:
                 sequence.advance(0)
             return
         sizes = [*map(len, trees)]
-        self.guarded(name, drafter.grow, states, trees)
+        self.run_guarded(name, drafter.grow, states, trees)
         added = [*map(sub, map(len, trees), sizes)]
         grown, width = self._clock(), sum([tree.width or 1 for tree in trees])
         if source is not None and self.num_captures > before:
@@ -293,7 +293,7 @@ class DraftRunner:
         if source is not None and (any(added) or not source.runs_model):
             self._costs.record_draft(source, ended - began, width, len(trees))
 
-    def guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
+    def run_guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a drafter; if it raises, give it up and return None."""
         try:
             return call(*arguments)

@@ -319,13 +319,13 @@ class Engine(AbstractContextManager["Engine"]):
         sequences = [sequence for sequence, _ in batch.trees]
         for sequence, verified in zip(sequences, output.verified, strict=True):
             sequence.kv.keep = ()
-            isolate(sequence, self._send_picks, sequence, verified)
+            run_guarded(sequence, self._send_picks, sequence, verified)
         self.drafting.run_drafters(sequences)
         if any(verified.logits is not None for verified in output.verified):
             record_logprobs(sequences, output.verified)
         for sequence, verified in zip(sequences, output.verified, strict=True):
             if isinstance(sequence.action, Commit):
-                isolate(sequence, self._commit_one, sequence, verified, output, start)
+                run_guarded(sequence, self._commit_one, sequence, verified, output, start)
             elif not isinstance(sequence.action, Verify | None):  # Verify: it wants another pass
                 sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.action).__name__}"))
 

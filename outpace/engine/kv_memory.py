@@ -63,9 +63,9 @@ class _SharedRead(NamedTuple):
 class KVMemory:
     """Opens sessions and grows them within the budget. Kept texts are dropped least recently used first."""
 
-    def __init__(self, target: Model, drafts: Drafts, room: int, budget: float | None, max_kept: int) -> None:
-        """`room`: pending nodes of a session; `budget` in GiB, None for half of the free memory."""
-        self._target, self._drafts, self._room, self._max_kept = target, drafts, room, max_kept
+    def __init__(self, target: Model, drafts: Drafts, max_pending: int, budget: float | None, max_kept: int) -> None:
+        """`max_pending`: pending nodes of a session; `budget` in GiB, None for half of the free memory."""
+        self._target, self._drafts, self._max_pending, self._max_kept = target, drafts, max_pending, max_kept
         self.budget = free_bytes(target.device) // 2 if budget is None else int(budget * _GIB)
         self._kept: list[_KeptText] = []
         self._open: dict[TokenSequence, None] = {}
@@ -119,7 +119,7 @@ class KVMemory:
         if holder is not None and sequence.needs_prompt_feedback and sequence.draft.state is None:
             sequence.draft.source, sequence.draft.prompt_read = holder.draft.state, length
         session, slots = (
-            self._target.open(self._capacity(sequence), self._room),
+            self._target.open(self._capacity(sequence), self._max_pending),
             self._slots_for(sequence, len(sequence.committed)),
         )
         if isinstance(holder, _KeptText) and self._is_replaced(
@@ -226,7 +226,7 @@ class KVMemory:
         if isinstance(holder, _KeptText):
             self._kept = [*(kept for kept in self._kept if kept is not holder), holder]  # in order of last use
         else:
-            holder.kv.settle()
+            holder.kv.commit_pending()
         session.start_from(holder.session if isinstance(holder, _KeptText) else holder.kv.session, length)
 
     def _may_reuse(self, sequence: TokenSequence) -> bool:
@@ -284,7 +284,7 @@ class KVMemory:
         return min(tokens + sequence.draft.needs.session, self._most(sequence))
 
     def _most(self, sequence: TokenSequence) -> int:
-        return self._capacity(sequence) + self._room
+        return self._capacity(sequence) + self._max_pending
 
     def _drop(self, kept: _KeptText) -> None:
         self._stored.drop(kept)

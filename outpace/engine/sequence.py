@@ -65,7 +65,7 @@ class KVState:
     def is_open(self) -> bool:
         return hasattr(self, "session")
 
-    def settle(self) -> None:
+    def commit_pending(self) -> None:
         """Commit the accepted nodes now instead of with the next pass."""
         if self.keep:
             self.session.keep(self.keep)
@@ -203,11 +203,11 @@ class TokenSequence:
         wanted = self.request.logprobs is not None and self.request.logprobs.prompt
         return wanted and len(self.history.prompt_logprobs) < len(self.request.prompt) - 1
 
-    def lend_session(self) -> None:
+    def attach_target_session(self) -> None:
         """Let the drafter use the target's session, after committing the accepted nodes and dropping all others."""
         if self.draft.state is not None:
-            self.kv.settle()
-            self.draft.state.base = self.kv.session
+            self.kv.commit_pending()
+            self.draft.state.target_session = self.kv.session
 
     def resume(self) -> None:
         """Start the next round of the coroutine if the last round is over. Called after the costs of that round and the
@@ -338,7 +338,7 @@ def _tokens_of(tree: TokenTree, verdict: Verdict) -> list[int]:
     return tokens
 
 
-def isolate(sequence: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
+def run_guarded(sequence: TokenSequence, call: Callable[..., None], *arguments: Any) -> None:
     """Call a function; an exception in a request's rule, options or `watch` ends this request alone."""
     try:
         call(*arguments)

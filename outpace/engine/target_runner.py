@@ -14,7 +14,7 @@ from outpace.core.drafting import Needs, TargetFeedback, pick_layers
 from outpace.core.logits import Scores, TargetOutput, best_tokens, select_rows
 from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, LogprobsOptions, Row, tree_rows
-from outpace.engine.sequence import TokenSequence, isolate
+from outpace.engine.sequence import TokenSequence, run_guarded
 from outpace.models.base import Model, Part
 from outpace.rules.base import reduce_isolated
 
@@ -107,7 +107,7 @@ class TargetRunner:
         if inputs.num_hidden_rows:
             return self._target.score_hidden(inputs.parts, self._layers)
         sparse = self._target.score_sparse(inputs.parts)
-        return TargetOutput(sparse.wide(), None, sparse.best)
+        return TargetOutput(sparse.to_dense(), None, sparse.best)
 
     def _reduce(
         self,
@@ -162,7 +162,7 @@ def record_logprobs(sequences: Sequence[TokenSequence], verified: Sequence[Verif
             _record(group, options)
         except Exception:  # for instance of one request's constraint: it must not affect the others
             for sequence, output in group:
-                isolate(sequence, _record, [(sequence, output)], options)
+                run_guarded(sequence, _record, [(sequence, output)], options)
 
 
 def _record(group: Sequence[tuple[TokenSequence, VerifyOutput]], options: LogprobsOptions) -> None:

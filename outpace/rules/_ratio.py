@@ -117,7 +117,7 @@ class TopDown(RatioRule):
         own = scores.p
         p = self.goal(tree, node, scores, own)
         for group in self.groups(tree, node, scores):
-            child, p = self.judge(p, group)
+            child, p = self.verify_group(p, group)
             if child is not None:
                 is_relaxed = not self.traits.lossless and self._is_relaxed(child, self.strict(p, own), group)
                 return child, p, is_relaxed
@@ -125,7 +125,7 @@ class TopDown(RatioRule):
 
     def _is_relaxed(self, child: int, p: TokenDistribution, group: SiblingGroup) -> bool:
         token, _, key = next(draw for draw in group.draws if draw.child == child)
-        return self.random_source.number(key) * group.q.of(token) >= p.of(token)
+        return self.random_source.number(key) * group.q.probability(token) >= p.probability(token)
 
     def goal(self, tree: TokenTree, node: int, scores: NodeScores, p: TokenDistribution) -> TokenDistribution:
         """Return the distribution that the rule keeps after a node, given the target's p."""
@@ -135,7 +135,7 @@ class TopDown(RatioRule):
         """Return what an exact rule would compare with q; `goal` is what the rejections left."""
         return goal
 
-    def judge(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
+    def verify_group(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
         """Return the accepted child of a group, or None and the residual: each draw with min(1, p / q), in order."""
         q = group.q
         for token, child, key in group.draws:
@@ -146,7 +146,7 @@ class TopDown(RatioRule):
 
     def acceptance(self, p: TokenDistribution, q: TokenDistribution, token: int) -> float:
         """Return the probability of accepting a drawn token; values above 1 count as 1."""
-        return p.of(token) / q.of(token)
+        return p.probability(token) / q.probability(token)
 
     def after(self, q: TokenDistribution, token: int) -> TokenDistribution:
         """Return the distribution from which the group's next token was drawn."""
@@ -174,7 +174,7 @@ class BottomUp(RatioRule):
         for group in self.groups(tree, node, scores):
             q = group.q
             for token, child, _ in group.draws:
-                below = min(1.0, weight * p.of(token) / q.of(token))
+                below = min(1.0, weight * p.probability(token) / q.probability(token))
                 verdict = self._visit(tree, picks, child, below) if below > 0 else None
                 if verdict is not None:
                     return verdict

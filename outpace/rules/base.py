@@ -44,8 +44,8 @@ class LogProbRule(Rule):
 def picks_best_scores(request: Request) -> bool:
     """Return whether this request's picks, and the proposals for it, are the models' best scores, which a model may
     return itself."""
-    is_steered = request.adjustments is not None or request.constraint is not None
-    return not is_steered and request.rule.traits.pick is Pick.BEST_SCORE
+    is_adjusted = request.adjustments is not None or request.constraint is not None
+    return not is_adjusted and request.rule.traits.pick is Pick.BEST_SCORE
 
 
 # Reducing the target's rows. A rule that picks before masking reduces its rows without the constraint. Then the picks
@@ -174,7 +174,7 @@ def _top_k_on_host(
 
 def _top_k_by_rank(held: SparseLogits, rows: Sequence[Row], count: int) -> list[TopK]:
     """Rank all rows at once, so that the host waits for a device once."""
-    rank, logits = rows[0].request.rule.rank, tensor_of(held.wide())
+    rank, logits = rows[0].request.rule.rank, tensor_of(held.to_dense())
     try:
         ranks = rank(logits, rows)
     except UserError:  # a constraint failed; its request ends when the target's rows are masked

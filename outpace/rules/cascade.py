@@ -50,17 +50,17 @@ def _by_token(
 
     def mixed(pair: DistributionPair, a: float) -> TokenDistribution:
         vocab = pair.raw_p.size
-        kept = pair.q.wide(vocab) * chosen(pair.raw_p.wide(vocab), pair.raw_q.wide(vocab), a)
-        return TokenDistribution(kept + max(1.0 - float(kept.sum(dtype=np.float64)), 0.0) * pair.p.wide(vocab))
+        kept = pair.q.to_dense(vocab) * chosen(pair.raw_p.to_dense(vocab), pair.raw_q.to_dense(vocab), a)
+        return TokenDistribution(kept + max(1.0 - float(kept.sum(dtype=np.float64)), 0.0) * pair.p.to_dense(vocab))
 
     return mixed
 
 
 ALONE = -2.0  # the alpha with which the mixture is p
 MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
-    "chow": _whole(lambda pair, a: pair.raw_q.most >= 1.0 - a),
-    "diff": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a),
-    "opt": _whole(lambda pair, a: pair.raw_q.most >= pair.raw_p.most - a * pair.p.above(pair.q).total),
+    "chow": _whole(lambda pair, a: pair.raw_q.max_probability >= 1.0 - a),
+    "diff": _whole(lambda pair, a: pair.raw_q.max_probability >= pair.raw_p.max_probability - a),
+    "opt": _whole(lambda pair, a: pair.raw_q.max_probability >= pair.raw_p.max_probability - a * pair.p.above(pair.q).total),
     "token_v1": _by_token(lambda p, q, a: q >= p.max() - a),
     "token_v2": _by_token(lambda p, q, a: p >= p.max() - a),
     "token_v3": _by_token(lambda p, q, a: p >= (1.0 - a) * p.max()),
@@ -89,7 +89,7 @@ class Cascade(TopDown):
         if self.options.alpha == ALONE:
             return p
         vocab = scores.logits.shape[-1]
-        q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.wide(vocab))
+        q = drawn.q if drawn.q.size <= vocab else TokenDistribution(drawn.q.to_dense(vocab))
         pair = DistributionPair(p, q, scores.raw_p, drawn.raw())
         return MIXTURES[self.options.defer](pair, self.options.alpha)
 

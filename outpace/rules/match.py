@@ -57,4 +57,4 @@ class Match(LogProbRule):
     def pick(self, node: NodeScores | int) -> int:
         if not isinstance(node, NodeScores):
             return node
-        return node.p.at(self.draw(node.row))
+        return node.p.token_at(self.draw(node.row))

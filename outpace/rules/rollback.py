@@ -38,7 +38,7 @@ class Rollback(Relaxed):
 
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p, best, floor = scores.raw_p, int(scores.scores.argmax()), math.exp(-self.options.rollback)
-        return lambda token: token == best or p.of(token) >= floor
+        return lambda token: token == best or p.probability(token) >= floor
 
     def rank(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Return log q, at temperature 0 with all mass on the likeliest token."""

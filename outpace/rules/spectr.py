@@ -26,11 +26,11 @@ class SpecTr(TopDown):
     cost = "as rejection, and forty sums over the tokens of both models for each node with several drafts"
     traits = replace(TopDown.traits, several_draws=True)
 
-    def judge(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
-        own, other, count = p.on(p), group.q.on(p), len(group.draws)  # for the tokens that p keeps
+    def verify_group(self, p: TokenDistribution, group: SiblingGroup) -> tuple[int | None, TokenDistribution]:
+        own, other, count = p.restrict_to(p), group.q.restrict_to(p), len(group.draws)  # for the tokens that p keeps
         rho = least_rho(own, other, count)
         for token, child, key in group.draws:
-            if self.random_source.accepts(key, p.of(token) / (rho * group.q.of(token))):
+            if self.random_source.accepts(key, p.probability(token) / (rho * group.q.probability(token))):
                 return child, p
         shared = np.minimum(own / own.dtype.type(rho), other)
         beta = float(shared.sum(dtype=np.float64))

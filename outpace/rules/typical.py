@@ -31,4 +31,4 @@ class Typical(Relaxed):
     def acceptable(self, scores: NodeScores) -> Callable[[int], bool]:
         p = scores.p
         floor = min(self.options.epsilon, self.options.delta * math.exp(-p.entropy))
-        return lambda token: p.of(token) > floor
+        return lambda token: p.probability(token) > floor

@@ -82,8 +82,8 @@ class RecordedGreedy(Greedy):
 class ReplaySession(Session):
     """Stores the session's answer and the mark of each slot."""
 
-    def __init__(self, capacity: int, room: int) -> None:
-        super().__init__(capacity, room)
+    def __init__(self, capacity: int, max_pending: int) -> None:
+        super().__init__(capacity, max_pending)
         self.marks = np.zeros(0, dtype=np.int64)
         self.answer: IndexedAnswer | None = None
 
@@ -114,8 +114,8 @@ class Replay(Model):
         self.max_positions = 1 << 30
         self.device = "cpu"
 
-    def open(self, capacity: int, room: int) -> ReplaySession:
-        return ReplaySession(capacity, room)
+    def open(self, capacity: int, max_pending: int) -> ReplaySession:
+        return ReplaySession(capacity, max_pending)
 
     def _score(self, forest: Sequence[Part]) -> np.ndarray:
         """Return the logits, float32 [logit rows, vocab]."""

@@ -348,14 +348,14 @@ class PipelineModel(Model):
         return self.project(self._run(apply_keep(forest), ())[0])
 
     def _score(self, forest: Sequence[Part]) -> Any:
-        return tensor_of(self.project(self._run(forest, ())[0]).wide())
+        return tensor_of(self.project(self._run(forest, ())[0]).to_dense())
 
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in the type of the first stage: [layers, hidden rows, width]"""
         rows, states = self._run(forest, layers)
         hidden = torch.stack([states[layer] for layer in layers]).to(self.dtype or torch.float32) if layers else None
         is_host = self.dtype is None and hidden is not None
-        return TargetOutput(self.project(rows).wide(), hidden.numpy() if is_host else hidden)  # type: ignore[union-attr]
+        return TargetOutput(self.project(rows).to_dense(), hidden.numpy() if is_host else hidden)  # type: ignore[union-attr]
 
     def _run(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Run all layers; return the last layer's output at the logit rows, and hidden states after each of `layers`.

@@ -137,7 +137,7 @@ class EagleModel(HeadModel):
         return logits if self.head.logit_scale == 1.0 else logits._replace(values=logits.values * self.head.logit_scale)
 
     def _score(self, forest: Sequence[Part]) -> Any:
-        return self.score_sparse(forest).wide()
+        return self.score_sparse(forest).to_dense()
 
     def _with_features(self, part: Part) -> Part:
         """Return the part with each node's feature as its input, and take the used ones off the queue."""

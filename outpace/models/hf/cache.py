@@ -50,7 +50,7 @@ class SlotView:
         """Pickle without device indices; other processes make their own."""
         return SlotView, (self.past, self.write, self.read)
 
-    def on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
+    def indices_on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
         """Return `write` and `read` as indices on the device, made once for all layers."""
         if device not in self._indices:
             read = None if self.read is None else to_device(self.read, np.int64, device)
@@ -87,7 +87,7 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         shown = self._shown
         self._seen = shown.past + key_states.shape[-2]
-        write, read = shown.on(key_states.device)
+        write, read = shown.indices_on(key_states.device)
         for stored, new in zip(self.stored, (key_states, value_states), strict=True):
             stored[..., write, :] = new
         if read is None:

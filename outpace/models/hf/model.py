@@ -152,8 +152,8 @@ class TransformersModel(Model):
         """Bytes of the weights, assumed to be read by each pass."""
         return sum(weight.nbytes for weight in self.module.parameters())
 
-    def open(self, capacity: int, room: int) -> TransformersSession:
-        return self._passes.open(capacity, room)
+    def open(self, capacity: int, max_pending: int) -> TransformersSession:
+        return self._passes.open(capacity, max_pending)
 
     @property
     def max_hidden_layer(self) -> int:

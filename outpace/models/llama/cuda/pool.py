@@ -94,7 +94,7 @@ class Pool:
         sessions = self._by_row()
         kv = self._zeros(rows, slots, self.kv.dtype, self.kv.device)
         for row, session in enumerate(sessions):
-            session.settle()
+            session.apply_moves()
             kv[:, :, row, :, : session.used] = session.kv[:, :, :, : session.used]
         self.kv, self.rows, self.slots = kv, rows, slots
         self._largest = max(self._largest, rows * slots)
@@ -109,9 +109,9 @@ class Pool:
     def _swap(self, one: int, other: int) -> None:
         first, second = self._sessions.pop(one), self._sessions.pop(other, None)
         if second is not None:
-            second.settle()
+            second.apply_moves()
             kept = second.kv[:, :, :, : second.used].clone()
-        first.settle()
+        first.apply_moves()
         self.kv[:, :, other, :, : first.used] = first.kv[:, :, :, : first.used]
         first.row, self._sessions[other] = other, first
         if second is not None:
@@ -148,14 +148,14 @@ class GraphSession(Session):
 
     def read(self, length: int) -> Tensor:
         """Return the first `length` slots: [layers, keys then values of the kv_heads, length, width]"""
-        self.settle()
+        self.apply_moves()
         if self.row is None:  # nothing was ever stored
             shape = self.pool.kv.shape
             return self.pool.kv.new_empty(shape[0], 2 * shape[3], 0, shape[5])
         return self.kv[:, :, :, :length].flatten(1, 2)
 
     @torch.inference_mode()
-    def settle(self) -> None:
+    def apply_moves(self) -> None:
         if self.moves is None:
             return
         (source, start), self.moves = self.moves, None
@@ -170,13 +170,13 @@ class GraphSession(Session):
         self.pool.fit(self, slots)
 
     def _move(self, source: Sequence[int], start: int) -> None:
-        self.settle()
+        self.apply_moves()
         self.moves = np.array(source, dtype=np.int64), start
         if len(source) > MOST_MOVES:
-            self.settle()
+            self.apply_moves()
 
     @torch.inference_mode()
     def _copy(self, other: GraphSession, length: int) -> None:
-        other.settle()
+        other.apply_moves()
         if length:
             self.kv[:, :, :, :length] = other.kv[:, :, :, :length]

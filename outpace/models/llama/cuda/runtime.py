@@ -140,7 +140,7 @@ class GraphLlama(Llama):
 
     def _score_uncaptured(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         for part in forest:
-            part.session.settle()
+            part.session.apply_moves()
         return super()._score_hidden(forest, layers)
 
     def _has_bucket(self, part: Part, most: int) -> bool:

@@ -312,13 +312,13 @@ class NativeLlama(Model):
         return self._forward(self._forest(forest))
 
     def _score(self, forest: Sequence[Part]) -> Tensor:
-        return tensor_of(self._forward(self._forest(forest)).wide())
+        return tensor_of(self._forward(self._forest(forest)).to_dense())
 
     def score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in float32: [layers, hidden rows, hidden]"""
         check_forest(self, forest)
         logits, hidden = self.score_sparse_hidden(forest, layers)
-        return TargetOutput(logits.wide(), hidden, logits.best)
+        return TargetOutput(logits.to_dense(), hidden, logits.best)
 
     def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, np.ndarray]:
         """Return sparse logits and hidden states, as `score_hidden` does."""
