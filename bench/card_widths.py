@@ -24,7 +24,7 @@ from outpace.simulate.run import simulate
 from outpace.simulate.setups import PLAIN, PassCosts, SetupSizes, parse_curve, setups
 from outpace.simulate.trace import limit_trace
 
-MOST_NODES = 16384  # of a tree: large, so that wide steps have room
+MAX_NODES = 16384  # of a tree: large, so that wide steps have room
 PANELS = {"speedup": "speedup over plain decoding", "length": "tokens per pass", "hits": "hit rate"}
 Row = dict[str, Any]
 
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         draft = parse_curve("draft-times", times)
         costs = PassCosts(label, lambda rows, draft=draft: args.ratio * draft(1), draft)
         for width in args.widths:
-            named = {setup.name: setup for setup in setups(SetupSizes(args.nodes, width, MOST_NODES))}
+            named = {setup.name: setup for setup in setups(SetupSizes(args.nodes, width, MAX_NODES))}
             for method in args.methods:
                 key = {"draft": label, "method": method, "width": width}
                 if any(key.items() <= row.items() for row in found):

@@ -44,11 +44,11 @@ def test_heuristic_adds_two_or_subtracts_one() -> None:
     lengths, seen = Heuristic(2), []
     for drafted, accepted in ((2, 2), (4, 4), (6, 3), (5, 0), (4, 4), (0, 0)):
         lengths.learn(chain(*[0.5] * drafted), range(accepted + 1))
-        seen.append(lengths.most)
+        seen.append(lengths.limit)
     assert seen == [4, 6, 5, 4, 6, 6]
     for _ in range(9):
         lengths.learn(chain(0.5), [0])
-    assert lengths.most == 1
+    assert lengths.limit == 1
 
 
 def test_confidence_stops_after_a_doubtful_token_and_fits_its_threshold() -> None:

@@ -289,6 +289,6 @@ def test_a_pause_frees_the_session_and_a_text_that_is_too_long_is_not_read(
     assert state.session.slots == state.session.length == 0
     drafter.grow([state], [tree])
     assert state.session.length == known + 1, "all is read again, with the token that was drafted"
-    monkeypatch.setattr(translated, "_most", lambda length: 3)
+    monkeypatch.setattr(translated, "_max_tokens", lambda length: 3)
     assert grown(drafter, drafter.open(request), other := TokenTree(request.prompt[-1])) == 0
     assert len(other) == 1

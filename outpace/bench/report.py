@@ -350,8 +350,8 @@ def differences(one: Sequence[Row], other: Sequence[Row]) -> list[str]:
         pair = [sorted({str(row.get(name)) for row in rows if row.get("peer") is None}) for rows in (one, other)]
         if pair[0] != pair[1]:
             lines.append(f"{name}: A {', '.join(pair[0])}; B {', '.join(pair[1])}")
-    most = [max((row.get("prompts") or 0 for row in rows), default=0) for rows in (one, other)]
-    return lines + ([f"prompts: A {most[0]}; B {most[1]}"] if most[0] != most[1] else [])
+    counts = [max((row.get("prompts") or 0 for row in rows), default=0) for rows in (one, other)]
+    return lines + ([f"prompts: A {counts[0]}; B {counts[1]}"] if counts[0] != counts[1] else [])
 
 
 def comparison_table(records: Sequence[Row]) -> Table:

@@ -57,7 +57,7 @@ class Close(NamedTuple):
 
 
 _MEMORY = 0.99  # weight of past draft steps, for each new one
-_MOST = 4.0  # a longer step counts as this many times its expected duration
+_MAX_STEP = 4.0  # a longer step counts as this many times its expected duration
 _SPREAD = 0.02  # least variance of the widths, over their squared mean, that shows the cost of a node
 Message = Open | Correct | SetDirectives | Pause | Resume | Close
 
@@ -104,7 +104,7 @@ class StepTimes:
         """Record a step; one that was interrupted counts as a few times the expected duration at most."""
         if self._sums[0]:
             fixed, per_row = self.line
-            seconds = min(seconds, _MOST * (fixed + per_row * rows))
+            seconds = min(seconds, _MAX_STEP * (fixed + per_row * rows))
         now = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [_MEMORY * old + new for old, new in zip(self._sums, now, strict=True)]
         count, nodes, total, squares, products = self._sums
@@ -199,11 +199,11 @@ class DraftLoop:
     def _choose_width(self, drafted: DraftedRequest) -> int:
         """Set the most nodes that the next step expands for a request, by their measured cost; return it."""
         directives, tree = drafted.state.directives, drafted.tree
-        most = min(directives.width or self._width, self._width)
+        max_width = min(directives.width or self._width, self._width)
         if directives.outcomes or directives.in_levels:
-            tree.width = most
+            tree.width = max_width
         else:
-            tree.width = min(most, self._times.trial_width) or tree.best_width(most, *self._times.line)
+            tree.width = min(max_width, self._times.trial_width) or tree.best_width(max_width, *self._times.line)
         return tree.width
 
     def _next(self) -> list[tuple[int, DraftedRequest]]:

@@ -146,8 +146,8 @@ def request_message(request: Request) -> RequestMessage:
 def read_request(message: RequestMessage, own: Identity) -> Request:
     """Decode a request; ProtocolError for an invalid one."""
     prompt = tuple(message.prompt)
-    most = own.max_positions - 1
-    check(0 < len(prompt) <= most, f"a prompt of {len(prompt)} tokens was sent, allowed are 1 to {most}")
+    max_tokens = own.max_positions - 1
+    check(0 < len(prompt) <= max_tokens, f"a prompt of {len(prompt)} tokens was sent, allowed are 1 to {max_tokens}")
     for tokens in (prompt, message.logit_bias, message.allowed, message.stop_ids):
         check_tokens(tokens, own.num_tokens)
     check(message.seed < 2**63, f"seed {message.seed} was sent, it must be less than 2**63")
@@ -255,8 +255,8 @@ class SentRequest:
         known = self._length + len(tokens)
         check(bool(tokens) and length == known, f"a correction to length {length} was sent, where {known} was expected")
         # the last round's tokens may exceed the context: they are cut later
-        most = own.max_positions + MAX_NODES - len(self.request.prompt)
-        check(length <= most, f"an answer of {length} tokens was sent, allowed are {most}")
+        max_tokens = own.max_positions + MAX_NODES - len(self.request.prompt)
+        check(length <= max_tokens, f"an answer of {length} tokens was sent, allowed are {max_tokens}")
         is_miss = -_LARGEST_ID < root_id < self._last_root
         check(is_miss or 0 < root_id < self._next_id, f"root {root_id} was sent, and no level had this node")
         self._length, self._last_root = length, min(self._last_root, root_id)

@@ -252,14 +252,14 @@ class RemoteStream:
         if answer.finish_reason is not None:
             self._reason = self._reason or answer.finish_reason
 
-    def _cut(self, tokens: list[int], most: int) -> list[int]:
+    def _cut(self, tokens: list[int], max_tokens: int) -> list[int]:
         """Cut a round's tokens at the end of the answer, as the target does."""
         kept = list[int]()
         for token in tokens:
             kept.append(token)
             if token in self._request.stop_ids:
                 self._reason = "stop"
-            elif len(self._tokens) + len(kept) >= most:
+            elif len(self._tokens) + len(kept) >= max_tokens:
                 self._reason = "length"
             if self._reason is not None:
                 break

@@ -128,9 +128,9 @@ def join_rows(parts: Sequence[Any], axis: int = 0) -> Any:
     return np.concatenate(parts, axis) if isinstance(parts[0], np.ndarray) else torch.cat([*parts], axis)
 
 
-def next_power_of_two(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count` and at least `least`."""
-    return max(least, 1 << max(count - 1, 0).bit_length())
+def next_power_of_two(count: int, minimum: int = 1) -> int:
+    """Return the smallest power of two that is at least `count` and at least `minimum`."""
+    return max(minimum, 1 << max(count - 1, 0).bit_length())
 
 
 def to_device(values: Any, dtype: Any, device: torch.device | str) -> Tensor:

@@ -147,9 +147,9 @@ def _of_process(root: Path) -> Iterator[int]:
         return
     sizes = dict(line.split(":", 1) for line in _lines(root / "proc/self/status") if ":" in line)
     for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY and name in sizes:
-            yield most - 1024 * int(sizes[name].split()[0])
+        limit = resource.getrlimit(limit)[0]
+        if limit != resource.RLIM_INFINITY and name in sizes:
+            yield limit - 1024 * int(sizes[name].split()[0])
 
 
 def _lines(path: Path) -> list[str]:

@@ -89,8 +89,8 @@ def filter_logits(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 def _threshold(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the lowest kept logit; equal logits are kept or removed together, whatever their order. [vocab] to []"""
     # On a device all are sorted: the host would have to wait to learn whether fewer suffice.
-    most = _NUCLEUS if logits.device.type == "cpu" else len(logits)
-    count = min(sampling.top_k or most, len(logits))
+    max_count = _NUCLEUS if logits.device.type == "cpu" else len(logits)
+    count = min(sampling.top_k or max_count, len(logits))
     top = torch.topk(logits, count).values  # [count], descending
     # A device sums in its own order; float64 hides the difference where the sum crosses top_p.
     wide = None if logits.device.type == "cpu" else torch.float64

@@ -164,20 +164,20 @@ class DecayedMean:
 
 
 class BatchedUpdates(Generic[T]):
-    """Delays updates of a statistic and applies them in batches of at most `most`.
+    """Delays updates of a statistic and applies them in batches of at most `batch_size`.
 
     Right after a pass the code that learns is not in the processor's caches. The first updates are applied at once.
     """
 
-    def __init__(self, learn: Callable[[T], None], most: int) -> None:
-        self._learn, self._most = learn, most
+    def __init__(self, learn: Callable[[T], None], batch_size: int) -> None:
+        self._learn, self._batch_size = learn, batch_size
         self._waiting: list[T] = []
         self._learnt = 0
 
     def add(self, facts: Iterable[T]) -> None:
         """Add updates, in this order."""
         self._waiting += facts
-        if len(self._waiting) > min(self._most, self._learnt // self._most):
+        if len(self._waiting) > min(self._batch_size, self._learnt // self._batch_size):
             self.flush()
 
     def flush(self) -> None:

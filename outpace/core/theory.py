@@ -44,12 +44,12 @@ def count_rounds(chains: Sequence[Sequence[bool]]) -> int:
     return rounds
 
 
-def best_length(alpha: float, c: float, most: int = 64) -> int:
+def best_length(alpha: float, c: float, max_length: int = 64) -> int:
     """Return the gamma of the greatest sequential speedup if verifying costs no more than a plain pass.
 
     0 if none helps.
     """
-    return max(range(most + 1), key=lambda gamma: speedup(expected_tokens(alpha, gamma), gamma, c))
+    return max(range(max_length + 1), key=lambda gamma: speedup(expected_tokens(alpha, gamma), gamma, c))
 
 
 def tokens_per_rejection(acceptances: Sequence[float]) -> float:

@@ -315,7 +315,7 @@ class Observation(NamedTuple):
     seen: TargetFeedback | None = None
 
 
-_MOST_OUTPUTS = 16  # outputs kept until a drafter must observe them
+_MAX_OUTPUTS = 16  # outputs kept until a drafter must observe them
 
 
 class PendingObservations:
@@ -341,11 +341,11 @@ class PendingObservations:
     @property
     def is_due(self) -> bool:
         """Whether the drafter must observe now, not when it drafts next: the last output has several nodes or top
-        tokens, or `_MOST_OUTPUTS` outputs are kept."""
+        tokens, or `_MAX_OUTPUTS` outputs are kept."""
         if not self._outputs:
             return False
         last = self._outputs[-1]
-        return last.top is not None or len(last.ids) > 1 or len(self._outputs) >= _MOST_OUTPUTS
+        return last.top is not None or len(last.ids) > 1 or len(self._outputs) >= _MAX_OUTPUTS
 
     def take(self) -> Observation | None:
         """Return all collected rounds as one observation and forget them; None if there are none."""
@@ -391,10 +391,10 @@ class Capabilities:
     def runs_model(self) -> bool:
         return any(source.runs_model for source in self.sources)
 
-    def limit_threads(self, most: int) -> None:
-        """Let its models use at most `most` CPU threads for what this thread runs."""
+    def limit_threads(self, max_threads: int) -> None:
+        """Let its models use at most `max_threads` CPU threads for what this thread runs."""
         for model in self.models:
-            model.limit_threads(most)
+            model.limit_threads(max_threads)
 
 
 @dataclass

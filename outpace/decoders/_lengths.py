@@ -30,7 +30,7 @@ class Fixed:
     """The same length in every round."""
 
     def __init__(self, length: int) -> None:
-        self.most = length
+        self.limit = length
 
     def is_enough(self, tree: TokenTree, new: Sequence[int]) -> bool:
         """Return whether drafting ends after these nodes, the last level."""
@@ -46,7 +46,7 @@ class Heuristic(Fixed):
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         if len(tree) > 1:
             longer = not any(tree.roles[child] != Role.PROBE for child in tree.children(path[-1]))
-            self.most = min(256, self.most + 2) if longer else max(1, self.most - 1)
+            self.limit = min(256, self.limit + 2) if longer else max(1, self.limit - 1)
 
 
 class Confidence(Fixed):

@@ -41,7 +41,7 @@ class Speculative(Decoder):
         tree = TokenTree(context.last_token)
         while True:
             tree.max_nodes = context.budget
-            for _ in range(lengths.most if context.budget > 1 else 0):
+            for _ in range(lengths.limit if context.budget > 1 else 0):
                 known = len(tree)
                 if not (yield Draft(tree)) or lengths.is_enough(tree, range(known, len(tree))):
                     break

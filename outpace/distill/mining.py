@@ -244,7 +244,7 @@ class Miner:
 
     def _steps(self, mined: MinedQuestion, start: Completion, journal: Journal) -> Generator[Completion, Written, None]:
         """Mine one question; yield each text that the target must continue, `start` first."""
-        prompt, most = start
+        prompt, max_tokens = start
         if not mined.own:
             tokens = (yield start).tokens
             journal.add(mined, {"answer": tokens, "written": len(tokens)})
@@ -259,7 +259,7 @@ class Miner:
             if token == mined.answer[place]:
                 place += 1
                 continue
-            left = most - place - 1
+            left = max_tokens - place - 1
             is_end = token in self._stop_ids or left < 1
             changed = [*mined.answer[:place], token]
             written = yield Completion((*prompt, *changed), 1 if is_end else left)

@@ -170,12 +170,12 @@ def _check_budget(
     weights = sum(map(prod, shapes.values())) + (options.shape.vocab or sizes.vocab_size) * sizes.hidden_size
     operations = 6.0 * weights * train.rows * train.length  # forward and backward
     share = TRAIN_SHARE * (1.0 - STEERED_SHARE if options.steers else 1.0)
-    least = train.warmup * operations / operations_per_second(options.device) / share
-    if seconds < least:
+    min_seconds = train.warmup * operations / operations_per_second(options.device) / share
+    if seconds < min_seconds:
         raise UserError(
-            f"the budget is {seconds:g} s, it must be at least about {least:.0f} s: a training step takes about"
-            f" {least * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate; give a"
-            " longer --budget, a smaller --vocab or fewer --layers"
+            f"the budget is {seconds:g} s, it must be at least about {min_seconds:.0f} s: a training step takes about"
+            f" {min_seconds * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate; give"
+            " a longer --budget, a smaller --vocab or fewer --layers"
         )
 
 

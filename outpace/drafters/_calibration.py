@@ -16,7 +16,7 @@ from outpace.core.stats import DecayedMean
 from outpace.core.types import Observation, Request, TopK
 
 _SURE = 20.0  # weight of a restored rate, in trials
-_LEAST, _LEAST_OPEN = 0.01, 0.05  # smallest restored rates; their logarithms are needed
+_MIN_RATE, _MIN_OPEN = 0.01, 0.05  # smallest restored rates; their logarithms are needed
 _OPEN_WEIGHT = 2.0
 _MEMORY = 0.995  # decay per observation, so about 200 observations count
 
@@ -28,7 +28,7 @@ def acceptance_rate(prior: float, weight: float = 4.0) -> DecayedMean:
 
 def restored_rate(kept: float) -> DecayedMean:
     """Return a profile's rate, with the confidence of a few trials."""
-    return acceptance_rate(min(max(kept, _LEAST), 1.0), _SURE)
+    return acceptance_rate(min(max(kept, _MIN_RATE), 1.0), _SURE)
 
 
 class PickModel(kernels.PickModel):
@@ -44,8 +44,8 @@ class PickModel(kernels.PickModel):
         return {"coverage": coverage, "temperature": temperature} | ({} if open_rate is None else {"open": open_rate})
 
     def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        coverage = min(max(float(kept["coverage"]), _LEAST), 1.0)
-        open_rate = min(max(float(kept.get("open", 1.0)), _LEAST_OPEN), 1 / _LEAST_OPEN)
+        coverage = min(max(float(kept["coverage"]), _MIN_RATE), 1.0)
+        open_rate = min(max(float(kept.get("open", 1.0)), _MIN_OPEN), 1 / _MIN_OPEN)
         self.restore(float(kept["temperature"]), coverage, open_rate, _SURE, _OPEN_WEIGHT)
 
 

@@ -46,7 +46,7 @@ _PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.88, 0.9, 0.92, 0.94, 0.95)  
 _OWN = 6.0  # weight of other requests' rates at the beginning of a request, in trials
 NEVER = 1e-300  # below the probability of any branch
 _NOTHING: Mapping[int, int] = {}
-_LEAST, _MOST = 0.001, 0.999  # bounds of a rate, so that its logarithm is finite and no branch is certain
+_MIN_RATE, _MAX_RATE = 0.001, 0.999  # bounds of a rate, so that its logarithm is finite and no branch is certain
 
 
 class Certainty(IntEnum):
@@ -77,9 +77,9 @@ class LookupState(DraftState):
     rates: dict[int, DecayedMean] = field(default_factory=dict)
     log_rates: dict[int, float] = field(default_factory=dict)
 
-    def num_left(self, most: int) -> int:
-        """Return how many of `most` tokens may still be proposed in this round; a decoder may ask several times."""
-        return most - sum(map(len, self.proposed.values()))
+    def num_left(self, limit: int) -> int:
+        """Return how many of `limit` tokens may still be proposed in this round; a decoder may ask several times."""
+        return limit - sum(map(len, self.proposed.values()))
 
 
 State = TypeVar("State", bound=LookupState)
@@ -127,18 +127,18 @@ class LookupDrafter(Drafter, Generic[State]):
         tokens: Sequence[int],
         length: int,
         grade: Certainty,
-        least: float = 0.0,
+        min_chance: float = 0.0,
         node: int = 0,
         origin: int = 0,
-        most_nodes: int | None = None,
+        max_nodes: int | None = None,
     ) -> int:
-        """Attach a chain below `node`, as far as the probability of reaching a token is at least `least`, the tree has
-        at most `most_nodes` nodes, and its tokens may be written; return the last node.
+        """Attach a chain below `node`, as far as the probability of reaching a token is at least `min_chance`, the tree
+        has at most `max_nodes` nodes, and its tokens may be written; return the last node.
 
         `length`: number of matching tokens before the chain; `grade`: certainty of the first token that no other branch
         shares.
         """
-        proposed, ids, floor = state.proposed, tree.ids, math.log(least or NEVER)
+        proposed, ids, floor = state.proposed, tree.ids, math.log(min_chance or NEVER)
         tokens = tokens[: max(tree.max_depth - tree.depth(node), 0)]
         tokens, place = tokens if node else allowed(state, tokens), 0
         while place < len(tokens) and (child := tree.child(node, tokens[place])) is not None:  # shared with a branch
@@ -148,7 +148,7 @@ class LookupDrafter(Drafter, Generic[State]):
             if tokens[place] not in below:
                 below[tokens[place]], grade = kind, Certainty.SURE
             node, place = child, place + 1
-        rest = tokens[place:] if most_nodes is None else tokens[place : place + max(most_nodes - len(tree), 0)]
+        rest = tokens[place:] if max_nodes is None else tokens[place : place + max(max_nodes - len(tree), 0)]
         kinds, scores, score, log_rates = [], [], tree.scores[node], state.log_rates
         for number in range(length + place, length + place + len(rest)):
             kind = kind_of(number, grade, origin)
@@ -183,7 +183,7 @@ class LookupDrafter(Drafter, Generic[State]):
         known = state.log_rates.get(kind)
         if known is None:
             value = (state.rates.get(kind) or self._rates[kind]).value
-            known = math.log(min(max(value, _LEAST), _MOST))
+            known = math.log(min(max(value, _MIN_RATE), _MAX_RATE))
             state.log_rates[kind] = known
         return known
 
@@ -241,7 +241,7 @@ def grow_continuations(
 ) -> None:
     """Build the tree of several continuations, best node first: a node's children are the next tokens of the
     continuations that lead to it. The likeliest first token is always added, so that its kind's rate can recover."""
-    least = math.log(limits.least_chance) if limits.least_chance else -math.inf
+    min_log_chance = math.log(limits.least_chance) if limits.least_chance else -math.inf
     waiting: list[_Open] = [(0.0, 0, 0, copies)] if copies else []
     left = state.num_left(limits.offered)
     while waiting and left > 0:
@@ -250,11 +250,11 @@ def grow_continuations(
             continue
         end = min(_agreed(here, depth), tree.max_depth)
         if end > depth and not tree.children(node):
-            left -= _run_on(drafter, state, tree, waiting, (loss, depth, node, here), (left, end, least))
+            left -= _run_on(drafter, state, tree, waiting, (loss, depth, node, here), (left, end, min_log_chance))
             continue
         for rank, (token, grade, those) in enumerate(islice(_choices(here, depth), limits.branches)):
             kind = kind_of(max([copy.length for copy in those]) + depth, grade, min([copy.origin for copy in those]))
-            if left > 0 and (drafter.log_rate(state, kind) - loss >= least or not (depth or rank)):
+            if left > 0 and (drafter.log_rate(state, kind) - loss >= min_log_chance or not (depth or rank)):
                 child = drafter.attach(state, tree, node, token, kind)
                 heappush(waiting, (-tree.scores[child], depth + 1, child, those))
                 left -= 1
@@ -283,7 +283,7 @@ def _run_on(
     """Attach at once what all continuations of a leaf agree on, as long as it is the best open node; this covers most
     of a tree. `limits`: most nodes, deepest depth, least log probability. Return the number of nodes."""
     loss, depth, node, here = leaf
-    left, end, least = limits
+    left, end, min_log_chance = limits
     length, origin = max([copy.length for copy in here]), min([copy.origin for copy in here])
     first, start, child, is_likely = len(tree), depth, node, True
     kinds: list[int] = []
@@ -291,7 +291,7 @@ def _run_on(
     while depth < end and len(kinds) < left:
         kind = kind_of(length + depth, Certainty.SURE, origin)
         chance = drafter.log_rate(state, kind)
-        if chance - loss < least and depth:
+        if chance - loss < min_log_chance and depth:
             is_likely = False
             break
         loss, depth, child = loss - chance, depth + 1, first + len(kinds)

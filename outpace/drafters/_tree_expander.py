@@ -126,7 +126,7 @@ class ExpansionJob(NamedTuple):
 
 def max_session_bytes(model: Model, tokens: Sequence[float]) -> int:
     """Return an upper bound of the memory of sessions that hold at most this many tokens each."""
-    return model.stored_bytes([int(most * Session.growth) + Session.block for most in tokens])
+    return model.stored_bytes([int(count * Session.growth) + Session.block for count in tokens])
 
 
 class TreeExpander:
@@ -287,11 +287,11 @@ class TreeExpander:
         lagging, read = dict[int, int](), 0  # tokens to read by place, and of all texts
         for place in sorted(range(len(states)), key=lambda place: states[place].missing):
             state = states[place]
-            most = max(min(state.max_read - read, CHUNK), 0)
+            num_readable = max(min(state.max_read - read, CHUNK), 0)
             if state.depth_left >= 0:
-                if state.missing > most:
-                    lagging[place] = most
-                read += min(state.missing, most)
+                if state.missing > num_readable:
+                    lagging[place] = num_readable
+                read += min(state.missing, num_readable)
         self._read([(states[place], count) for place, count in lagging.items() if count])
         return set(lagging)
 

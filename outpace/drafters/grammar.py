@@ -61,6 +61,6 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
         path = [tree.tokens[above] for above in tree.path(node)[1:]]
         most = max(min(_FORCED, tree.max_depth - len(path)), 0)
         try:
-            return state.request.constraint.forced(state.tokens, path)[:most]
+            return state.request.constraint.forced(state.tokens, path)[:limit]
         except UserError:  # a failed constraint ends its request in the target pass
             return []

@@ -33,7 +33,7 @@ _CHUNK = 256  # tokens per forward
 _TAIL = 48  # target tokens that are tokenized again each round; a longer tail is frozen in part
 _FORCED = 160  # a tail of this length is frozen even if that changes tokens at the cut
 _TIMES = 2  # the draft reads texts of up to this many times the target's tokens, plus a chunk
-_MOST = 8  # forwards of one `grow` while no new node results
+_MAX_FORWARDS = 8  # forwards of one `grow` while no new node results
 _ONE = DrawCounts((1,))  # one child is drawn below a node
 _ANCHOR = 4  # tokens before the draft's that are decoded with them, since spelling may depend on them
 _LIKELY = 0.6  # prior of the acceptance rate of a re-encoded token
@@ -117,7 +117,7 @@ class TranslatedDrafter(Drafter):
         """Extend each chain by one place, with one forward for all, and another one for those whose place gave no new
         node."""
         pairs = [pair for pair in zip(states, trees, strict=True) if _can_read(*pair) and not self._reads_on(pair[0])]
-        for _ in range(_MOST):
+        for _ in range(_MAX_FORWARDS):
             pairs = [pair for pair in pairs if _can_read(*pair)]
             if not pairs:
                 break
@@ -148,7 +148,7 @@ class TranslatedDrafter(Drafter):
         del state.read[common:]
 
     def _stored_bytes(self, lengths: Sequence[int]) -> int:
-        return max_session_bytes(self._model, [_most(length + 1) for length in lengths])
+        return max_session_bytes(self._model, [_max_tokens(length + 1) for length in lengths])
 
     def pause(self, state: Any) -> None:
         state.session.truncate(0)
@@ -192,15 +192,15 @@ class TranslatedDrafter(Drafter):
             del state.tail[:half]
 
 
-def _most(length: int) -> int:
+def _max_tokens(length: int) -> int:
     """Return the most draft tokens that are read of a text of this many target tokens."""
     return _TIMES * length + _CHUNK
 
 
 def _can_read(state: TranslatedState, tree: TokenTree) -> bool:
     """Whether there is something to read that the session may hold, and the chain may become longer."""
-    most = min(_most(len(state.tokens)), state.session.capacity)
-    return len(state.read) < len(state.wanted) <= most and tree.depth(state.end(tree)) < tree.max_depth
+    max_tokens = min(_max_tokens(len(state.tokens)), state.session.capacity)
+    return len(state.read) < len(state.wanted) <= max_tokens and tree.depth(state.end(tree)) < tree.max_depth
 
 
 def _commit(state: TranslatedState) -> None:

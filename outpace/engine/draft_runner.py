@@ -179,12 +179,12 @@ class DraftRunner:
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
         """Let the worker draft for these sequences, then resume their decoders. The drafter is not awaited for the last
         token, nor after a miss if the round trip takes longer than half a pass."""
-        began, most = self._clock(), self._costs.pass_seconds(len(waiting)) / 2
+        began, max_round_trip = self._clock(), self._costs.pass_seconds(len(waiting)) / 2
         drafting = []
         for sequence in waiting:
             if (worker := self._worker_of(sequence)) is not None:
                 candidates, left = sequence.context.candidates, sequence.context.tokens_left
-                if left < 2 or (candidates.missed and worker.round_trip_of(candidates) > most):
+                if left < 2 or (candidates.missed and worker.round_trip_of(candidates) > max_round_trip):
                     continue
                 if worker.failure is None and isinstance(sequence.action, Await):
                     levels, depth = sequence.action

@@ -52,12 +52,12 @@ class HashedTokens:
         text._hashes = self.hashes(length)
         return text
 
-    def common(self, other: HashedTokens, most: int) -> int:
-        """Return the length of the common prefix, at most `most` tokens; 0 where the keys differ."""
-        most = min(most, len(self.tokens), len(other.tokens))
+    def common(self, other: HashedTokens, max_length: int) -> int:
+        """Return the length of the common prefix, at most `max_length` tokens; 0 where the keys differ."""
+        max_length = min(max_length, len(self.tokens), len(other.tokens))
         if self.key != other.key:
             return 0
-        start, end = 0, most  # bisection, because comparing slices is fast
+        start, end = 0, max_length  # bisection, because comparing slices is fast
         while start < end:
             middle = (start + end + 1) // 2
             if self.tokens[start:middle] == other.tokens[start:middle]:
@@ -103,9 +103,9 @@ class PrefixIndex(Generic[H]):
                 self._by_block.pop(block, None)
         self._blocks.pop(holder, None)
 
-    def nearest(self, text: HashedTokens, most: int) -> list[H]:
-        """Return the holders of the most blocks of the first `most` tokens; none if they hold no block."""
-        hashes = text.hashes(most)
+    def nearest(self, text: HashedTokens, max_length: int) -> list[H]:
+        """Return the holders of the most blocks of the first `max_length` tokens; none if they hold no block."""
+        hashes = text.hashes(max_length)
         count = bisect_left(hashes, True, key=lambda block: block not in self._by_block)
         return list(self._by_block[hashes[count - 1]]) if count else []
 

@@ -160,8 +160,8 @@ class Engine(AbstractContextManager["Engine"]):
         check_rule_needs(request, self.needs)
         if self._answers is not None and not request.prediction and (recalled := self._answers.find(request)):
             request = replace(request, recalled=recalled)
-        if request.max_tokens > (most := self.target.max_positions - len(request.prompt)):
-            request = replace(request, max_tokens=most)
+        if request.max_tokens > (max_tokens := self.target.max_positions - len(request.prompt)):
+            request = replace(request, max_tokens=max_tokens)
         sequence = TokenSequence(request, decoder(), options, next(self._keys), self.costs, watch)
         sequence.history.submitted = self._clock()
         self.drafting.choose(sequence, drafter)
@@ -234,10 +234,10 @@ class Engine(AbstractContextManager["Engine"]):
         running, batch = self._scheduler.running, BatchRows()
         self._planned = batch
         for sequence in running:
-            context, most = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
+            context, max_nodes = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
             context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
             # The last token needs no draft.
-            context.budget = max(1, min(most, self._max_rows // len(running))) if context.tokens_left > 1 else 1
+            context.budget = max(1, min(max_nodes, self._max_rows // len(running))) if context.tokens_left > 1 else 1
             context.requests, context.batch = len(running), batch
             batch.rows += context.rows
         for sequence in running:

@@ -82,8 +82,8 @@ class KVMemory:
 
     def check(self, sequence: TokenSequence) -> None:
         """Raise UserError for a request that could not run even alone."""
-        most = [(sequence, self._most(sequence))]
-        needed, drafts = self._bytes(most), self._drafts(most)
+        alone = [(sequence, self._max_slots(sequence))]
+        needed, drafts = self._bytes(alone), self._drafts(alone)
         if needed > self.budget:
             with_drafts = f", {drafts / _GIB:.2f} of them for drafts" if drafts else ""
             raise UserError(
@@ -97,7 +97,7 @@ class KVMemory:
             return True
         ahead = [(sequence, self._slots_for(sequence, len(sequence.committed) + _AHEAD))]
         for other, slots in self._slots():
-            ahead.append((other, other.kv.session.slots_after(slots + _AHEAD, least=True)))
+            ahead.append((other, other.kv.session.slots_after(slots + _AHEAD, exact=True)))
         return self._bytes(ahead) <= self.budget
 
     def should_wait(self, sequence: TokenSequence) -> bool:
@@ -123,7 +123,7 @@ class KVMemory:
             self._slots_for(sequence, len(sequence.committed)),
         )
         if isinstance(holder, _KeptText) and self._is_replaced(
-            holder, length, sequence, session.slots_after(slots, least=True)
+            holder, length, sequence, session.slots_after(slots, exact=True)
         ):
             self._drop(holder)
             holder.session.truncate(length)
@@ -182,9 +182,10 @@ class KVMemory:
         self._followed.pop(sequence, None)
         for other in self._open:
             self._is_reading(other)
-        most = len(sequence.committed) - 1
+        max_length = len(sequence.committed) - 1
         found = [
-            (sequence.text.common(other.text, most), other) for other in self._reading.nearest(sequence.text, most)
+            (sequence.text.common(other.text, max_length), other)
+            for other in self._reading.nearest(sequence.text, max_length)
         ]
         if not found:
             return None
@@ -203,10 +204,10 @@ class KVMemory:
         if self._may_reuse(sequence):
             for other in self._open:
                 self._stored.hold(other, other.prefilled)
-            most = len(sequence.committed) - 1
-            for holder in self._stored.nearest(sequence.text, most):
+            max_length = len(sequence.committed) - 1
+            for holder in self._stored.nearest(sequence.text, max_length):
                 held = holder.session.length if isinstance(holder, _KeptText) else holder.prefilled
-                length = sequence.text.common(holder.text, min(most, held))
+                length = sequence.text.common(holder.text, min(max_length, held))
                 if sequence.needs_prompt_feedback:
                     length = _shared_by_drafts(holder, sequence, length)
                 if length > 0 and (length, isinstance(holder, _KeptText)) > (best[1], isinstance(best[0], _KeptText)):
@@ -244,17 +245,17 @@ class KVMemory:
         """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False
         if the budget does not suffice."""
         others = [pair for pair in self._slots() if pair[0] is not sequence]
-        for least in (False, True):
+        for exact in (False, True):
             needed = [
                 *others,
-                (sequence, max(session.slots_after(slots, least), session.slots_after(promised, least=True))),
+                (sequence, max(session.slots_after(slots, exact), session.slots_after(promised, exact=True))),
             ]
             if self._bytes(needed) <= self.budget:
                 break
         else:
             return False
         self._make_room(needed, spared)
-        session.reserve(slots, least)
+        session.reserve(slots, exact)
         return True
 
     def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _KeptText | None) -> None:
@@ -267,7 +268,7 @@ class KVMemory:
     def _slots(self) -> list[tuple[TokenSequence, int]]:
         """Return the slots of each running sequence, including those its prompt will still need."""
         return [
-            (sequence, sequence.kv.session.slots_after(self._promised(sequence), least=True)) for sequence in self._open
+            (sequence, sequence.kv.session.slots_after(self._promised(sequence), exact=True)) for sequence in self._open
         ]
 
     def _promised(self, sequence: TokenSequence) -> int:
@@ -281,9 +282,9 @@ class KVMemory:
 
     def _slots_for(self, sequence: TokenSequence, tokens: int) -> int:
         """Return the slots for `tokens` tokens of a sequence and for the nodes that its drafter may add to them."""
-        return min(tokens + sequence.draft.needs.session, self._most(sequence))
+        return min(tokens + sequence.draft.needs.session, self._max_slots(sequence))
 
-    def _most(self, sequence: TokenSequence) -> int:
+    def _max_slots(self, sequence: TokenSequence) -> int:
         return self._capacity(sequence) + self._max_pending
 
     def _drop(self, kept: _KeptText) -> None:

@@ -362,17 +362,19 @@ def check_request(request: Request, target: Model) -> None:
     """Raise UserError for a request that can never run on this target."""
     if not request.prompt:
         raise UserError("the prompt has no tokens, at least one is needed")
-    most = target.max_positions
-    if len(request.prompt) >= most:
-        raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {most}")
+    max_positions = target.max_positions
+    if len(request.prompt) >= max_positions:
+        raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {max_positions}")
     check_whole("max_tokens", request.max_tokens, 1)
     check_whole("seed", request.seed, 0, 2**63 - 1)
     last = target.vocab_size - 1
     bad = next((token for token in request.prompt if not 0 <= token <= last), None)
     if bad is not None:
         raise UserError(f"the prompt has token {bad}, allowed are 0 to {last}")
-    if len(request.prediction) > most:
-        raise UserError(f"the prediction has {len(request.prediction)} tokens, the target's context holds {most}")
+    if len(request.prediction) > max_positions:
+        raise UserError(
+            f"the prediction has {len(request.prediction)} tokens, the target's context holds {max_positions}"
+        )
     bad = next((token for token in request.prediction if not 0 <= token <= last), None)
     if bad is not None:
         raise UserError(f"the prediction has token {bad}, allowed are 0 to {last}")

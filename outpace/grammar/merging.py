@@ -236,10 +236,10 @@ def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
     properties, required = kept.get("properties", {}), kept.get("required", ())
     is_closed = kept.get("additionalProperties") is False and not kept.get("patternProperties")
     optional = [name for name in properties if name not in required]
-    least, most = kept.get("minProperties", 0) - len(required), kept.get("maxProperties", math.inf)
-    if least <= 0:
+    min_count, max_count = kept.get("minProperties", 0) - len(required), kept.get("maxProperties", math.inf)
+    if min_count <= 0:
         kept.pop("minProperties", None)
-    if is_closed and most >= len(required) + len(optional):
+    if is_closed and max_count >= len(required) + len(optional):
         kept.pop("maxProperties", None)
     if optional and least == len(optional) and is_closed:
         del kept["minProperties"]
@@ -250,7 +250,7 @@ def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
     elif least > 1 and not optional:
         raise unsupported("minProperties", least + len(required))
     if "maxProperties" in kept and optional:
-        raise unsupported("maxProperties", most)
+        raise unsupported("maxProperties", max_count)
     return kept
 
 

@@ -34,9 +34,9 @@ _ANNOTATIONS = frozenset(
     )
 )
 _COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
-_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _TEXTS = (*NAMES, "$ref", "pattern", "format")
-_RULES = (*_TEXTS, *_COUNTS, *_LEAST, *_MOST, "multipleOf", "type", "enum", "const", "required")
+_RULES = (*_TEXTS, *_COUNTS, *_MINIMA, *_MAXIMA, "multipleOf", "type", "enum", "const", "required")
 _REWRITTEN = ("discriminator", "nullable", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _REFUSED = frozenset(
     (
@@ -330,7 +330,7 @@ def _checked(keyword: str, value: Any) -> Any:
     if keyword in _COUNTS:
         is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value == int(value)
         return int(value) if is_count else _refuse(keyword, value, "a non-negative integer")
-    if keyword in (*_LEAST, *_MOST, "multipleOf"):
+    if keyword in (*_MINIMA, *_MAXIMA, "multipleOf"):
         if isinstance(value, bool) and keyword.startswith("exclusive"):  # of draft 4
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -359,7 +359,7 @@ def _bound(keyword: str, value: float) -> float:
         _refuse(keyword, value, f"0 or at least {_SMALLEST}")
     if abs(value) <= _EXACT:
         return value
-    inward = math.inf if keyword in _LEAST else -math.inf
+    inward = math.inf if keyword in _MINIMA else -math.inf
     if abs(value) > _LARGEST:
         if (value > 0) == (inward > 0):
             _refuse(keyword, value, f"within {_LARGEST} of 0")
@@ -414,8 +414,8 @@ def _name_pattern(names: Mapping[str, Any]) -> str | None:
         case {"format": str(name), **rest} if not rest:
             return _FORMATS.get(name)
     if set(names) <= {"minLength", "maxLength"}:
-        least, most = names.get("minLength", 0), names.get("maxLength", "")
-        return f"^[\\s\\S]{{{least},{most}}}$"
+        min_length, max_length = names.get("minLength", 0), names.get("maxLength", "")
+        return f"^[\\s\\S]{{{min_length},{max_length}}}$"
     return None
 
 

@@ -211,5 +211,5 @@ class RowDrafter:
         """Return the tokens of a row's chain. A failed decoder raises."""
         if drafted.sequence.error is not None:
             raise drafted.sequence.error
-        most = min(self._draft_length, self._max_positions - drafted.length - 1)
-        return [] if drafted.chain is None else [*drafted.chain.tokens[1:]][: max(most, 0)]
+        max_length = min(self._draft_length, self._max_positions - drafted.length - 1)
+        return [] if drafted.chain is None else [*drafted.chain.tokens[1:]][: max(max_length, 0)]

@@ -85,15 +85,15 @@ class Session:
         mask: bytes = self._nodes.mask(before)
         return mask
 
-    def slots_after(self, slots: int, least: bool = False) -> int:
-        """Return how many slots the session has after `reserve(slots, least)`."""
-        grown = slots if least else max(slots, int(self.slots * self.growth))
+    def slots_after(self, slots: int, exact: bool = False) -> int:
+        """Return how many slots the session has after `reserve(slots, exact)`."""
+        grown = slots if exact else max(slots, int(self.slots * self.growth))
         return self._whole_blocks(grown) if slots > self.slots else self.slots
 
-    def reserve(self, slots: int, least: bool = False) -> None:
-        """Grow to at least `slots` slots, or to just as many if `least`. What is stored is kept."""
+    def reserve(self, slots: int, exact: bool = False) -> None:
+        """Grow to at least `slots` slots, or to just as many if `exact`. What is stored is kept."""
         if slots > self.slots:
-            self._resize(after := self.slots_after(slots, least))
+            self._resize(after := self.slots_after(slots, exact))
             self.slots = after
 
     def trim(self) -> None:
@@ -253,7 +253,7 @@ class Model:
 
     def reserve_sessions(self, count: int, most_bytes: int) -> None:
         """Make room for this many sessions with short texts, where sessions share a store that moves when it grows; it
-        may keep up to `most_bytes`."""
+        may keep up to `max_bytes`."""
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
         """Capture passes in advance, where passes are captured. `sizes`: sessions of a pass, and nodes of each;
@@ -305,8 +305,9 @@ class Model:
         """Return the logits of hidden states taken before the final norm: [rows, width] to [rows, output rows]"""
         raise unsupported(self, Capability.PROJECT)
 
-    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
-        """Limit this thread's passes to `most` CPU threads, leaving `leave` cores idle. Results do not change."""
+    def limit_threads(self, max_threads: int | None = None, leave: int = 0) -> None:
+        """Limit this thread's passes to `max_threads` CPU threads, leaving `leave` cores idle. Results do not
+        change."""
 
     def check_capability(self, capability: Capability) -> None:
         """Raise UserError if the model does not have this capability."""

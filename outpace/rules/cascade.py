@@ -60,7 +60,9 @@ ALONE = -2.0  # the alpha with which the mixture is p
 MIXTURES: dict[str, Callable[[DistributionPair, float], TokenDistribution]] = {
     "chow": _whole(lambda pair, a: pair.raw_q.max_probability >= 1.0 - a),
     "diff": _whole(lambda pair, a: pair.raw_q.max_probability >= pair.raw_p.max_probability - a),
-    "opt": _whole(lambda pair, a: pair.raw_q.max_probability >= pair.raw_p.max_probability - a * pair.p.above(pair.q).total),
+    "opt": _whole(
+        lambda pair, a: pair.raw_q.max_probability >= pair.raw_p.max_probability - a * pair.p.above(pair.q).total
+    ),
     "token_v1": _by_token(lambda p, q, a: q >= p.max() - a),
     "token_v2": _by_token(lambda p, q, a: p >= p.max() - a),
     "token_v3": _by_token(lambda p, q, a: p >= (1.0 - a) * p.max()),

@@ -16,7 +16,7 @@ from outpace.decoders.base import Decoder
 PLAIN, EVERY, ALL = "autoregressive", "every", "all"
 DEFAULT = "speculative,card,planned"
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # draft lengths to try for methods that have one
-_MOST_NODES = 16384
+_MAX_NODES = 16384
 _TITLES = {"card": "CARD", "planned": "planned"}
 _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, which begins with the method
     "planned": ("planned", {}),
@@ -47,7 +47,7 @@ class SetupSizes:
         check_whole("nodes", self.nodes, 1, 4096)
         for width in (self.width, *self.others):
             check_whole("width", width, 1, 512)
-        check_whole("tree_nodes", self.tree_nodes, 2, _MOST_NODES)
+        check_whole("tree_nodes", self.tree_nodes, 2, _MAX_NODES)
 
 
 @dataclass(frozen=True)

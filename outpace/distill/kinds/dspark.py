@@ -49,7 +49,7 @@ BLOCK = 5  # slots of a new head's block
 STRIDE = 4  # positions from one anchor to the next in training
 DECAY = 4.0  # slots after which a position's weight in the loss has fallen to 1/e
 RANK, RANK_SHARE = 256, 4  # the Markov bias has this rank, or the width divided by this
-LEAST_NORM = 0.1  # of the mask token's embedding, as a share of the median
+MIN_NORM = 0.1  # of the mask token's embedding, as a share of the median
 FC, FEATURE_NORM = "model.fc.weight", "model.hidden_norm.weight"
 BEFORE, AFTER = f"{MARKOV}markov_w1.weight", f"{MARKOV}markov_w2.weight"
 WEIGHT, BIAS = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
@@ -297,7 +297,7 @@ def _mask_token(embedding: Tensor) -> int:
     """Return the last token that has an embedding: vocabularies end with tokens that texts do not hold, and unused rows
     may be zero."""
     norms = embedding.norm(dim=1)
-    return int(torch.nonzero(norms >= LEAST_NORM * norms.median())[-1])
+    return int(torch.nonzero(norms >= MIN_NORM * norms.median())[-1])
 
 
 trained_shapes = shapes_function(_describe, _shapes)

@@ -224,8 +224,8 @@ class PipelineSession:
     def truncate(self, length: int) -> None:
         self._change("truncate", length)
 
-    def reserve(self, slots: int, least: bool = False) -> None:
-        self._change("reserve", slots, least)
+    def reserve(self, slots: int, exact: bool = False) -> None:
+        self._change("reserve", slots, exact)
 
     def trim(self) -> None:
         self._change("trim")
@@ -334,8 +334,8 @@ class PipelineModel(Model):
     def instruction_set(self) -> str | None:
         return self.first.instruction_set
 
-    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
-        self.first.limit_threads(most, leave)
+    def limit_threads(self, max_threads: int | None = None, leave: int = 0) -> None:
+        self.first.limit_threads(max_threads, leave)
 
     def open(self, capacity: int, max_pending: int) -> PipelineSession:
         return PipelineSession(self.first.open(capacity, max_pending), self.lead)

@@ -36,11 +36,11 @@ def share_layers(plan: str, num_layers: int, ranks: Sequence[RankFacts], layer_b
                 f" {num_layers} layers, and {len(ranks)} ranks were started"
             )
         return counts
-    most = [
+    max_layers = [
         int(_WEIGHTS * rank.free - (0 if number else end_bytes)) // layer_bytes for number, rank in enumerate(ranks)
     ]
-    if sum(most) < num_layers or min(most) < 1:
-        held = " + ".join(str(max(0, count)) for count in most)
+    if sum(max_layers) < num_layers or min(max_layers) < 1:
+        held = " + ".join(str(max(0, count)) for count in max_layers)
         raise UserError(
             f"the ranks have memory for {held} of the {num_layers} layers of {layer_bytes / _GIB:.2f} GiB: start more"
             " ranks, or choose a smaller dtype"
@@ -48,7 +48,7 @@ def share_layers(plan: str, num_layers: int, ranks: Sequence[RankFacts], layer_b
     counts = [1] * len(ranks)
     speeds = [1.0 / max(rank.layer_seconds, 1e-9) for rank in ranks]
     for _ in range(num_layers - len(ranks)):
-        open_ranks = [rank for rank in range(len(ranks)) if counts[rank] < most[rank]]
+        open_ranks = [rank for rank in range(len(ranks)) if counts[rank] < max_layers[rank]]
         counts[min(open_ranks, key=lambda rank: (counts[rank] + 1) / speeds[rank])] += 1
     return counts
 

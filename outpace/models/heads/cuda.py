@@ -15,9 +15,9 @@ from outpace.models.heads.dflash import BlockSession
 from outpace.models.heads.eagle3 import FeatureSession
 from outpace.models.heads.medusa import MedusaModel
 from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSlots, TorchSpecFormer
-from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, visible_bits
+from outpace.models.llama.cuda.captures import MAX_PENDING, Captures, visible_bits
 from outpace.models.llama.cuda.pool import GraphSession
-from outpace.models.llama.cuda.runtime import MOST_HEAD_ROWS, BatchPart, GraphLlama, pass_rows
+from outpace.models.llama.cuda.runtime import MAX_HEAD_ROWS, BatchPart, GraphLlama, pass_rows
 
 
 class GraphFeatureSession(FeatureSession, GraphSession):
@@ -35,8 +35,8 @@ class FeaturePasses(GraphLlama):
         super().__init__(*args)
         self._features = torch.zeros_like(self._hidden)  # of a captured pass: [rows, hidden]
 
-    def _has_bucket(self, part: Part, most: int) -> bool:
-        return super()._has_bucket(part._replace(inputs=None), most)
+    def _has_bucket(self, part: Part, max_rows: int) -> bool:
+        return super()._has_bucket(part._replace(inputs=None), max_rows)
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
         """Do nothing: a pass needs features."""
@@ -71,7 +71,7 @@ class GraphBlock(TorchBlock, GraphLlama):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        earlier = visible_bits(np.tri(MOST_PENDING, dtype=bool))  # for each slot of a block: the slots up to it
+        earlier = visible_bits(np.tri(MAX_PENDING, dtype=bool))  # for each slot of a block: the slots up to it
         self._earlier = to_device(earlier, np.int64, self.device)
 
     def _masks(self, inputs: dict[str, Tensor], slots: int) -> list[Tensor]:
@@ -114,7 +114,7 @@ class GraphMedusa(MedusaModel):
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         count, size = next_power_of_two(len(rows)), (self.head.block, self.vocab_size)
-        if count > MOST_HEAD_ROWS:
+        if count > MAX_HEAD_ROWS:
             return super().logits(rows)
         inputs = self.captures.buffers(("features", count), lambda: rows.new_zeros(count, rows.shape[1]))
         logits = self.captures.buffers(("logits", count, *size), lambda: rows.new_zeros(count, *size))

@@ -45,7 +45,7 @@ def load_head(
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
     head = read_head(opened, config, target.max_positions, num_layers)
     tokens, rows = head.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)
-    if tokens < num_tokens or abs(tokens - rows) > MOST_PADDING:
+    if tokens < num_tokens or abs(tokens - rows) > MAX_PADDING:
         raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} tokens in {rows} rows")
     if max(head.taps) > target.max_hidden_layer:
         raise UserError(

@@ -41,7 +41,7 @@ OF_MLP = ("mlp.", "post_attention_layernorm.")  # prefixes of a layer's tensors
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 PROJECTORS = ("dflash", "dspark")  # the output layers of blocks
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # prefixes of tensors
-MOST_DRAFTED = 64  # tokens of a block
+MAX_DRAFTED = 64  # tokens of a block
 JOINED_NORMS = ("norm", "hidden_norm", "embed_norm")  # an MTP layer has all of them
 MEDUSA_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 TAPS, LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
@@ -151,8 +151,8 @@ def _read_medusa(
     eps = number(target, "rms_norm_eps", 1e-6, 1.0)
     layers = LlamaConfig(rows, hidden, hidden, blocks, 1, 1, 2, eps, 1e4, max_positions, False, False, False)
     block = max(size(config, "medusa_num_heads", 1), *(1 + head for head, _ in places), 1)
-    if block > MOST_DRAFTED:
-        raise UserError(f"medusa_num_heads is {block}, it must be at most {MOST_DRAFTED}")
+    if block > MAX_DRAFTED:
+        raise UserError(f"medusa_num_heads is {block}, it must be at most {MAX_DRAFTED}")
     return HeadConfig(MEDUSA, layers, (num_layers,), rows, hidden, eps, block=block, from_anchor=True)
 
 
@@ -215,8 +215,8 @@ def _read_joined(head: HeadConfig, config: ReadFields, files: HeadFiles, target:
 def _read_slots(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes SpecFormer heads."""
     slots = size(config, "num_slots")
-    if slots > MOST_DRAFTED:
-        raise UserError(f"num_slots is {slots}, it must be at most {MOST_DRAFTED}")
+    if slots > MAX_DRAFTED:
+        raise UserError(f"num_slots is {slots}, it must be at most {MAX_DRAFTED}")
     if head.layers.hidden_size != head.target_width:
         raise UserError(f"hidden_size is {head.layers.hidden_size}, and the target's is {head.target_width}")
     if head.layers.num_layers > 1:
@@ -251,9 +251,9 @@ def _read_block(head: HeadConfig, config: ReadFields, files: HeadFiles, target: 
         causal=tuple(causal[1] if causal else slides and window is not None for window in windows),
         markov=_markov_kind(config, files),
     )
-    if not 1 <= head.num_drafted <= MOST_DRAFTED:
-        least = 1 if head.from_anchor else 2
-        raise UserError(f"block_size is {block}, it must be between {least} and {least + MOST_DRAFTED - 1}")
+    if not 1 <= head.num_drafted <= MAX_DRAFTED:
+        min_size = 1 if head.from_anchor else 2
+        raise UserError(f"block_size is {block}, it must be between {min_size} and {min_size + MAX_DRAFTED - 1}")
     if (head.draft_length or 0) > head.num_drafted:
         notices += (f"it recommends {head.draft_length} tokens, and a block of {block} drafts {head.num_drafted}",)
     return replace(head, notices=notices)

@@ -59,9 +59,9 @@ class SpecFormerModel(JoinedModel):
     def fuse(self, hidden: Any) -> Any:
         return self.normed_taps(hidden)
 
-    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
-        super().limit_threads(most, leave)
-        self.slots.limit_threads(most, leave)
+    def limit_threads(self, max_threads: int | None = None, leave: int = 0) -> None:
+        super().limit_threads(max_threads, leave)
+        self.slots.limit_threads(max_threads, leave)
 
     def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         """Read nodes, each with a feature from the session's queue. Return `block` rows for each of the `logit_rows`:

@@ -54,10 +54,10 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
     prefix, nodes = _tokens(passes)
     name = type(passes.module).__name__
     fresh = torch.stack([passes.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
-    most = _most(passes, fresh)
+    max_difference = _max_difference(passes, fresh)
     whole = passes.plain([*prefix, *(nodes[n] for n in BRANCHES[3])])[BEFORE:].float()
     rounding = _distance(whole, fresh[[0, 1, 3]])
-    if not rounding <= most:
+    if not rounding <= max_difference:
         raise UserError(f"{name} is not causal: a token's scores change with those after it")
     session = passes.open(len(prefix), 0)
     _read(passes, session, prefix)
@@ -65,13 +65,13 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
         raise UserError(f"{name} stores nothing in the given KV cache, so drafted tokens could not be taken back")
     token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
     off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
-    if not off <= most:
+    if not off <= max_difference:
         raise UserError(
             f"{name} scores differently with its cache than without (by {off:.2g}), so drafted tokens could not be"
             " taken back"
         )
     step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-    limit = min(most, 8 * rounding + step * fresh.abs().max().item())
+    limit = min(max_difference, 8 * rounding + step * fresh.abs().max().item())
     return ProbeResult(fresh.shape[-1], token_bytes, passes.layout.objection or _objection(passes, fresh, limit))
 
 
@@ -109,7 +109,7 @@ def _tokens(passes: ForwardPasses) -> tuple[list[int], list[int]]:
     return some[:BEFORE], some[BEFORE:]
 
 
-def _most(passes: ForwardPasses, fresh: Tensor) -> float:
+def _max_difference(passes: ForwardPasses, fresh: Tensor) -> float:
     """Return the largest difference explained by rounding; a larger one means an error."""
     eps = torch.finfo(passes.dtype).eps
     if getattr(passes.module.config, "quantization_config", None) is not None:

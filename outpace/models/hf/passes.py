@@ -28,14 +28,14 @@ CHANGING = ("dynamic", "longrope")
 
 def max_positions(config: Any) -> int:
     """Return the context length, or the length at which the rotary angles change."""
-    most = next((value for name in NAMES if (value := _positive(config, name))), UNNAMED)
+    limit = next((value for name in NAMES if (value := _positive(config, name))), UNNAMED)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = rope.values() if all(isinstance(kind, dict) for kind in rope.values()) else [rope]
     for kind in kinds:
         if kind.get("rope_type", kind.get("type")) in CHANGING:
             name = "original_max_position_embeddings"
-            most = min(most, kind.get(name) or _positive(config, name) or most)
-    return most
+            limit = min(limit, kind.get(name) or _positive(config, name) or limit)
+    return limit
 
 
 def num_embeddings(module: Any) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from outpace.studies.edge.problem import ALONE, SlotProblem
 
 Associate = Callable[[SlotProblem, np.random.Generator], np.ndarray]
-LEAST_GAIN = 1e-9  # relative, so that rounding ends the search
+MIN_GAIN = 1e-9  # relative, so that rounding ends the search
 
 
 def alone(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
@@ -71,7 +71,7 @@ def move(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
 def improve(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
     """Return an association that no move of one device improves."""
     server, devices = server.copy(), np.flatnonzero(server != ALONE)
-    least = LEAST_GAIN * problem.equal_objective(server)
+    least = MIN_GAIN * problem.equal_objective(server)
     while len(devices):
         gains = move_gains(problem, server)[devices]
         device, goal = np.unravel_index(gains.argmax(), gains.shape)
@@ -120,7 +120,7 @@ def exchange(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
     An exchange keeps the number of devices of each server, so under equal shares it changes two costs only.
     """
     devices = np.flatnonzero(server != ALONE)
-    least = LEAST_GAIN * problem.equal_objective(server)
+    least = MIN_GAIN * problem.equal_objective(server)
     while len(devices):
         server = improve(problem, server)
         at = server[devices]

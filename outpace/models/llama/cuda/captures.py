@@ -19,7 +19,7 @@ Work = Callable[[], None]
 Shapes = Mapping[str, tuple[int, ...]]
 WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels and allocate workspaces
 WORDS = 4  # of 64 pending nodes each
-MOST_PENDING = 64 * WORDS
+MAX_PENDING = 64 * WORDS
 
 _CAPTURING = threading.Lock()  # the allocator's capture state is global to the process: one capture at a time
 
@@ -188,13 +188,13 @@ def pass_shapes(batch: int, nodes: int) -> Shapes:
         **dict.fromkeys(("tokens", "positions", "slots", "depths"), each),
         "lengths": (batch,),
         "bits": (*each, WORDS),
-        "below": (batch, MOST_PENDING),
+        "below": (batch, MAX_PENDING),
     }
 
 
 def visible_bits(visible: np.ndarray) -> np.ndarray:
     """Pack which pending nodes each new node sees, bool [nodes, pending], into bits: int64 [nodes, WORDS]"""
-    bits = np.zeros((len(visible), MOST_PENDING // 8), dtype=np.uint8)
+    bits = np.zeros((len(visible), MAX_PENDING // 8), dtype=np.uint8)
     packed = np.packbits(visible, axis=1, bitorder="little")
     bits[:, : packed.shape[1]] = packed
     return bits.view("<i8")

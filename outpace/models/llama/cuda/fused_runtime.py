@@ -25,7 +25,7 @@ from outpace.models.llama.torch.linear import Linear, add_product, float_product
 class FusedLlama(GraphLlama):
     """Captured passes with fused kernels and float32 logits. Encoded keys and values use the unfused attention."""
 
-    least_slots = 512  # fused attention skips empty slots, so few captures serve all short texts
+    min_slots = 512  # fused attention skips empty slots, so few captures serve all short texts
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -55,7 +55,7 @@ class FusedLlama(GraphLlama):
         if self.attention != "fused":
             return
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        nodes, piece = triton_kernels.MOST_ROWS, triton_kernels.PIECE
+        nodes, piece = triton_kernels.MAX_ROWS, triton_kernels.PIECE
         inputs = StaticInputs(pass_shapes(1, nodes), self.device).device
         query = torch.zeros(nodes, heads, width, dtype=self.dtype, device=self.device)
         for slots, window in product((piece, 4 * piece), self._windows):

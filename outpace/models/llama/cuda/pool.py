@@ -22,23 +22,23 @@ from outpace.models.llama.cuda.captures import visible_bits
 from outpace.models.llama.torch.session import KVFormat
 
 SPARE = 8  # slots after those of the texts: padding rows write to the last one, nothing reads them
-LEAST = 64  # smallest number of slots of a row, if attention reads all of them
-MOST_MOVES = 64  # slots that the next pass can move; more are moved at once
+MIN_SLOTS = 64  # smallest number of slots of a row, if attention reads all of them
+MAX_MOVES = 64  # slots that the next pass can move; more are moved at once
 
 
-def pool_shape(slots: Sequence[int], least: int) -> tuple[int, int]:
-    """Return the rows and slots of a pool for sessions with these numbers of slots, at least `least` slots; (0, 0) if
-    no session has any."""
+def pool_shape(slots: Sequence[int], min_slots: int) -> tuple[int, int]:
+    """Return the rows and slots of a pool for sessions with these numbers of slots, at least `min_slots` slots; (0, 0)
+    if no session has any."""
     used = [count for count in slots if count]
-    return (next_power_of_two(len(used)), next_power_of_two(max(used), least)) if used else (0, 0)
+    return (next_power_of_two(len(used)), next_power_of_two(max(used), min_slots)) if used else (0, 0)
 
 
 class Pool:
     """The store: `kv` [layers, keys and values, rows, kv_heads, slots + SPARE, encoded width], finite everywhere."""
 
-    def __init__(self, config: LlamaConfig, kv_format: KVFormat, device: torch.device, least: int) -> None:
-        """`least`: the smallest number of slots of a row."""
-        self.least = least
+    def __init__(self, config: LlamaConfig, kv_format: KVFormat, device: torch.device, min_slots: int) -> None:
+        """`min_slots`: the smallest number of slots of a row."""
+        self.min_slots = min_slots
         self._shape = config.num_layers, 2, config.num_kv_heads, kv_format.width
         self._sessions: WeakValueDictionary[int, GraphSession] = WeakValueDictionary()  # by row
         self._largest = 0  # the largest product of rows and slots so far: that much memory was allowed
@@ -54,7 +54,7 @@ class Pool:
     def fit(self, session: GraphSession, slots: int) -> None:
         """Give a session a row with at least `slots` slots; with 0, free its row."""
         others = [other for other in self._by_row() if other is not session]
-        rows, width = pool_shape([slots, *(other.slots for other in others)], self.least)
+        rows, width = pool_shape([slots, *(other.slots for other in others)], self.min_slots)
         if not slots and session.row is not None:
             del self._sessions[session.row]
             session.row = None
@@ -66,11 +66,11 @@ class Pool:
             session.row = next(row for row in range(self.rows) if row not in self._sessions)
             self._sessions[session.row] = session
 
-    def reserve(self, rows: int, most: int) -> None:
-        """Make room for this many sessions with short texts; the store may keep up to `most` slots in all rows."""
-        self._largest = max(self._largest, most)
+    def reserve(self, rows: int, max_slots: int) -> None:
+        """Make room for this many sessions with short texts; the store may keep up to `max_slots` slots in all rows."""
+        self._largest = max(self._largest, max_slots)
         if rows > self.rows:
-            self.resize(next_power_of_two(rows), max(self.slots, self.least))
+            self.resize(next_power_of_two(rows), max(self.slots, self.min_slots))
 
     @torch.inference_mode()
     def bring_to_front(self, sessions: Sequence[GraphSession]) -> None:
@@ -172,7 +172,7 @@ class GraphSession(Session):
     def _move(self, source: Sequence[int], start: int) -> None:
         self.apply_moves()
         self.moves = np.array(source, dtype=np.int64), start
-        if len(source) > MOST_MOVES:
+        if len(source) > MAX_MOVES:
             self.apply_moves()
 
     @torch.inference_mode()

@@ -35,12 +35,12 @@ from outpace.models.llama.torch.weights import Normed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MOST_NODES = 64  # of a session's tree in a captured pass
-MOST_SESSIONS = 32
-MOST_ROWS = MOST_NODES * MOST_SESSIONS
-MOST_READ = MOST_PENDING  # tokens of a prompt that a captured pass reads
-MOST_POSITIONS = 1 << 17  # of the rotary table made in advance, because captures are lost when it grows
-MOST_HEAD_ROWS = 256  # in a captured output layer
+MAX_NODES = 64  # of a session's tree in a captured pass
+MAX_SESSIONS = 32
+MAX_ROWS = MAX_NODES * MAX_SESSIONS
+MAX_READ = MAX_PENDING  # tokens of a prompt that a captured pass reads
+MAX_POSITIONS = 1 << 17  # of the rotary table made in advance, because captures are lost when it grows
+MAX_HEAD_ROWS = 256  # in a captured output layer
 FEW_MOVES = 8
 NO_STATES: Mapping[int, Tensor] = {}
 _FREE_ROWS = 64  # a pass over this many rows costs what one row costs, because it is bound by memory
@@ -59,13 +59,13 @@ def split_by_length(counts: Sequence[int]) -> list[list[int]]:
     everything = list(range(len(counts)))
     if _bucket_rows(buckets) <= _FREE_ROWS:
         return [everything] if counts else []
-    best, least = [everything], _bucket_rows(buckets) / 2
+    best, fewest = [everything], _bucket_rows(buckets) / 2
     for limit in set(buckets):
         short = [place for place in everything if buckets[place] < limit]
         long = [place for place in everything if buckets[place] >= limit]
         rows = sum(max(_FREE_ROWS, _bucket_rows([buckets[place] for place in some])) for some in (short, long))
-        if short and rows < least:
-            best, least = [short, long], rows
+        if short and rows < fewest:
+            best, fewest = [short, long], rows
     return best
 
 
@@ -79,13 +79,13 @@ class GraphLlama(Llama):
 
     attention = "matmul"  # or "fused", by our own kernels
     session_type: type[GraphSession] = GraphSession  # type: ignore[assignment]  # its own storage
-    least_slots = LEAST  # of a session, and of a captured pass
+    min_slots = MIN_SLOTS  # of a session, and of a captured pass
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.pool = Pool(self.config, self._kv_format, self.device, self.least_slots)
+        self.pool = Pool(self.config, self._kv_format, self.device, self.min_slots)
         self.captures = Captures(self.device.type != "cuda")
-        self._hidden = self.embedding.new_zeros(MOST_ROWS, self.config.hidden_size)
+        self._hidden = self.embedding.new_zeros(MAX_ROWS, self.config.hidden_size)
 
     @classmethod
     def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
@@ -109,7 +109,7 @@ class GraphLlama(Llama):
 
     def stored_bytes(self, slots: Sequence[int]) -> int:
         """Return the bytes of the pool: rows and slots are powers of two, and all rows are as long as the longest."""
-        rows, width = pool_shape(slots, self.least_slots)
+        rows, width = pool_shape(slots, self.min_slots)
         return rows * (width + SPARE) * self.token_bytes if rows else 0
 
     @torch.inference_mode()
@@ -128,12 +128,12 @@ class GraphLlama(Llama):
 
     def _captured_groups(self, forest: Sequence[Part]) -> tuple[list[list[int]], list[int]]:
         """Return the parts of each captured pass, and the parts without a bucket, by number."""
-        trees = [number for number, part in enumerate(forest) if self._has_bucket(part, MOST_NODES)]
+        trees = [number for number, part in enumerate(forest) if self._has_bucket(part, MAX_NODES)]
         counts = [len(forest[number].tokens) for number in trees]
         groups = [[trees[place] for place in places] for places in split_by_length(counts)]
         rest = [number for number in range(len(forest)) if number not in trees]
-        read = [number for number in rest if self._has_bucket(forest[number], MOST_READ)]
-        if read and _bucket_rows([next_power_of_two(len(forest[number].tokens)) for number in read]) <= MOST_ROWS:
+        read = [number for number in rest if self._has_bucket(forest[number], MAX_READ)]
+        if read and _bucket_rows([next_power_of_two(len(forest[number].tokens)) for number in read]) <= MAX_ROWS:
             groups.append(read)
             rest = [number for number in rest if number not in read]
         return groups, rest
@@ -143,32 +143,32 @@ class GraphLlama(Llama):
             part.session.apply_moves()
         return super()._score_hidden(forest, layers)
 
-    def _has_bucket(self, part: Part, most: int) -> bool:
-        """Return whether a captured pass can run this part, of at most `most` tokens."""
+    def _has_bucket(self, part: Part, max_rows: int) -> bool:
+        """Return whether a captured pass can run this part, of at most `max_rows` tokens."""
         is_plain = part.length is None and part.mlp_bias is None and part.inputs is None
         pending = len(part.tokens) + part.session.pending
-        return is_plain and len(part.tokens) <= most and pending <= MOST_PENDING
+        return is_plain and len(part.tokens) <= max_rows and pending <= MAX_PENDING
 
-    def reserve_sessions(self, count: int, most_bytes: int) -> None:
-        while count > 1 and self.stored_bytes([1] * count) > most_bytes:
+    def reserve_sessions(self, count: int, max_bytes: int) -> None:
+        while count > 1 and self.stored_bytes([1] * count) > max_bytes:
             count //= 2
-        self.pool.reserve(count, most_bytes // self.token_bytes)
-        self._rope.grow_to(min(self.max_positions, MOST_POSITIONS))
+        self.pool.reserve(count, max_bytes // self.token_bytes)
+        self._rope.grow_to(min(self.max_positions, MAX_POSITIONS))
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
         for batch, nodes in sorted(
             sizes, key=lambda size: -size[1]
         ):  # the longest first, because the pool moves when it grows
-            if next_power_of_two(batch) * next_power_of_two(nodes) > MOST_ROWS:
+            if next_power_of_two(batch) * next_power_of_two(nodes) > MAX_ROWS:
                 continue
             opened = [self.open(nodes, nodes) for _ in range(batch)]
             for session in opened:
                 session.reserve(nodes)
-            rows = range(nodes if nodes <= MOST_NODES else 1)
+            rows = range(nodes if nodes <= MAX_NODES else 1)
             self.score_hidden([chain(session, [0] * nodes, rows) for session in opened], layers)
         self._place([])
         for batch in {next_power_of_two(batch) for batch, _ in sizes}:
-            for count in (FEW_MOVES, MOST_MOVES) if batch <= min(self.pool.rows, MOST_SESSIONS) else ():
+            for count in (FEW_MOVES, MAX_MOVES) if batch <= min(self.pool.rows, MAX_SESSIONS) else ():
                 self._captured_moves(0, batch, count)
 
     def _score_captured(self, forest: Sequence[Part], layers: Sequence[int]) -> list[TargetOutput]:
@@ -181,8 +181,8 @@ class GraphLlama(Llama):
         saved = {layer: self._saved_states(layer) for layer in layers}
         nothing = self._hidden.new_empty(len(layers), 0, self._hidden.shape[1]) if layers else None
         outputs = [TargetOutput(self._no_logits(), nothing)] * len(forest)
-        for start in range(0, len(parts), MOST_SESSIONS):
-            places = range(start, start + MOST_SESSIONS)
+        for start in range(0, len(parts), MAX_SESSIONS):
+            places = range(start, start + MAX_SESSIONS)
             numbers = [number for number, (session, *_) in enumerate(parts) if session.row in places]
             if not numbers:
                 continue
@@ -214,7 +214,7 @@ class GraphLlama(Llama):
         """Run the rows from `start` on through the layers; write the last hidden states [batch * nodes, hidden] to
         `_hidden`, and those after each number of layers in `saved` to its buffer."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
-        slots = min(next_power_of_two(max(session.used for session, *_ in block), self.least_slots), self.pool.slots)
+        slots = min(next_power_of_two(max(session.used for session, *_ in block), self.min_slots), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
         self._move(start, batch, block)
         key = ("pass", start, batch, nodes, slots, tuple(sorted(saved)))
@@ -245,8 +245,8 @@ class GraphLlama(Llama):
         moving = [(session, *session.moves) for session, *_ in block if session.moves is not None]
         if not moving:
             return
-        most = max(len(source) for _, source, _ in moving)
-        key, inputs, host = self._captured_moves(start, batch, FEW_MOVES if most <= FEW_MOVES else MOST_MOVES)
+        max_rows = max(len(source) for _, source, _ in moving)
+        key, inputs, host = self._captured_moves(start, batch, FEW_MOVES if max_rows <= FEW_MOVES else MAX_MOVES)
         for session, source, first in moving:
             session.moves = None
             host["source"][session.place - start, : len(source)] = source
@@ -271,7 +271,7 @@ class GraphLlama(Llama):
         if not places:
             return self._no_logits()
         count = next_power_of_two(len(places), *self._head_counts)
-        if count > MOST_HEAD_ROWS:
+        if count > MAX_HEAD_ROWS:
             return self._logits(self._hidden[to_device(places, np.int64, self.device)])
         inputs, key = self._inputs(("head", count), {"rows": (count,)}), ("head", count, self.vocab_size)
         logits: Tensor = self.captures.buffers(

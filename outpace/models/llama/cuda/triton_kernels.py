@@ -131,13 +131,13 @@ def rotate_and_store(
 
 
 BLOCK_SLOTS = 64  # keys that a program reads at once; fewer if a key has more than MOST_BYTES
-MOST_BYTES = 256
+MAX_BYTES = 256
 WARPS, STAGES = 4, 2  # of a program; Triton 3.6 and 3.9 fail to compile it with one stage
 PIECE = 128  # minimum number of slots for a program of its own
 PROGRAMS = 512  # enough programs for any device
-MOST_ROWS = 64  # nodes times heads of one program; fewer if keys have more bytes
+MAX_ROWS = 64  # nodes times heads of one program; fewer if keys have more bytes
 _FEW = 16  # minimum number of rows for tensor cores
-_LEAST = tl.constexpr(-1e30)  # finite, so that a row that sees nothing stays finite
+_LOWEST = tl.constexpr(-1e30)  # finite, so that a row that sees nothing stays finite
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _over_slots(
     """
     entry = tl.arange(0, DEPTH)
     is_entry = entry < WIDTH
-    largest = tl.full([ROWS], _LEAST, tl.float32)
+    largest = tl.full([ROWS], _LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, DEPTH], tl.float32)
     for start in range(first, end, SLOTS):
@@ -177,7 +177,7 @@ def _over_slots(
         is_seen = is_row[:, None] & is_slot[None, :]
         if WINDOW > 0 or start + SLOTS > length:  # else the block is committed text, which all rows see
             is_seen = is_seen & _seen(words, below, depth, slot - length, is_row, WORDS, WINDOW)
-        scores = tl.where(is_seen, scores, _LEAST)
+        scores = tl.where(is_seen, scores, _LOWEST)
         higher = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.where(is_seen, tl.exp(scores - higher[:, None]), 0.0)
         shrunk = tl.exp(largest - higher)
@@ -261,8 +261,8 @@ def blocks_of(dtype: torch.dtype, width: int) -> tuple[int, int]:
 
     They must fit into the 99 KB of shared memory that a consumer GPU has for each program.
     """
-    share = max(1, next_power_of_two(width) * dtype.itemsize // MOST_BYTES)
-    return max(_FEW, MOST_ROWS // share), max(_FEW, BLOCK_SLOTS // share)
+    share = max(1, next_power_of_two(width) * dtype.itemsize // MAX_BYTES)
+    return max(_FEW, MAX_ROWS // share), max(_FEW, BLOCK_SLOTS // share)
 
 
 def attend(query: Tensor, kv: Tensor, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:

@@ -50,7 +50,7 @@ class WritingLoop:
         self.rows, self.length, self.top = rows, length, top
         self._model, device = copy(model), model.device
         self._model.captures = Captures(model.captures.is_eager)
-        self._model.pool = Pool(model.config, model._kv_format, device, model.least_slots)
+        self._model.pool = Pool(model.config, model._kv_format, device, model.min_slots)
         self._model.pool.resize(rows, length)
         self._model._rope.grow_to(length)
         self._model._hidden = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
@@ -68,7 +68,7 @@ class WritingLoop:
         self._inputs = {
             "bits": bits,
             "depths": torch.zeros(rows, 1, **whole),
-            "below": torch.zeros(rows, MOST_PENDING, **whole),
+            "below": torch.zeros(rows, MAX_PENDING, **whole),
         }
         self._begun: dict[int, Request] = {}  # by busy row
 

@@ -233,8 +233,10 @@ class NativeLlama(Model):
             gelu=config.activation == GELU,
         )
 
-    def limit_threads(self, most: int | None = None, leave: int = 0) -> None:
-        threads = max(1, min(self._threads, most or self._threads, num_cores() - leave if leave else self._threads))
+    def limit_threads(self, max_threads: int | None = None, leave: int = 0) -> None:
+        threads = max(
+            1, min(self._threads, max_threads or self._threads, num_cores() - leave if leave else self._threads)
+        )
         if threads not in self._models:
             self._models[threads] = self._with_threads(threads)
         self._share.threads = threads

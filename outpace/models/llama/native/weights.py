@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PANEL = 32  # outputs that the kernels pack together
-INT8_MOST = 127 * 65504.0  # the largest weight in int8: the largest scale is that of half precision
+INT8_MAX = 127 * 65504.0  # the largest weight in int8: the largest scale is that of half precision
 Weight: TypeAlias = "Tensor | np.ndarray | StoredMatrix"
 
 
@@ -334,9 +334,9 @@ def _pack_stored(packing: Packing, parts: Sequence[StoredMatrix], rows: np.ndarr
 def _check_sizes(parts: Sequence[StoredMatrix]) -> None:
     """Raise UserError for a value that is too large for int8; `values` itself finds those that are not finite."""
     for part in parts:
-        most = float(np.abs(part.values()).max())
-        if INT8_MOST < most < np.inf:
+        largest = float(np.abs(part.values()).max())
+        if INT8_MAX < largest < np.inf:
             raise UserError(
-                f"{part.path}: tensor {part.name!r} holds a weight of size {most:.3g}, and int8 holds at most"
-                f" {INT8_MOST:.3g}: use --dtype float32"
+                f"{part.path}: tensor {part.name!r} holds a weight of size {largest:.3g}, and int8 holds at most"
+                f" {INT8_MAX:.3g}: use --dtype float32"
             )
