@@ -197,9 +197,9 @@ class ClockedTable(TableModel):
     def weight_bytes(self) -> int:
         return self._weight_bytes
 
-    def score_held(self, forest: Sequence[Part]) -> SparseLogits:
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         start = time.thread_time()
-        scored = super().score_held(forest)
+        scored = super().score_sparse(forest)
         self._world.skipped += time.thread_time() - start
         self._run(forest)
         return scored
@@ -357,7 +357,7 @@ def trials(_: argparse.Namespace) -> None:
 
     def noted(self: Planner, model: Any) -> float:
         seconds = price(self, model)
-        if not model.layers:
+        if not model.levels:
             believed.append((seconds, len(self._context.committed) - model._read))
         return seconds
 
@@ -406,7 +406,7 @@ def ends(_: argparse.Namespace) -> None:
             draft = llm.draft.model
             for limit in (2, 3, 4, 8, 16):
                 offered = needless = 0
-                with patch.object(draft, "score_held", wraps=draft.score_held) as counted:
+                with patch.object(draft, "score_sparse", wraps=draft.score_sparse) as counted:
                     for seed in range(6):
                         result = llm.generate(
                             "The capital of France is", max_tokens=limit, seed=seed, temperature=0.7, ignore_eos=True
@@ -417,7 +417,7 @@ def ends(_: argparse.Namespace) -> None:
                             needless += max(one.depth_offered - left + 1, 0)
                             left -= one.emitted
                 print(
-                    f"{method}, max_tokens {limit}: {counted.call_count} draft forwards in 6 answers, {offered} layers"
+                    f"{method}, max_tokens {limit}: {counted.call_count} draft forwards in 6 answers, {offered} levels"
                     f" offered, {needless} of them past the end"
                 )
 

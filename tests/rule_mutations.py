@@ -98,7 +98,7 @@ def of_the_next_node(reduce: Original) -> Original:
 
 
 RULE_MUTATIONS = [
-    mutation("draws keyed by position", _children, "draw_layer", keyed_by_position),
+    mutation("draws keyed by position", _children, "draw_level", keyed_by_position),
     mutation("one key for all draws below a node", _ratio.DecisionKey, "again", one_key_for_all_draws, FANS),
     mutation("a token dropped after it was drawn", TokenTree, "draw", changed(drop_what_was_drawn), FANS),
     *(

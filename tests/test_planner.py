@@ -411,8 +411,8 @@ def test_requests_share_the_rows_that_cost_little() -> None:
         assert [place.rows_of_others for place in places] == [8 - count for count in counts]
 
 
-@pytest.mark.parametrize(("accepted", "is_asked"), [(0, False), (2, True)])
-def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted: int, is_asked: bool) -> None:
+@pytest.mark.parametrize(("accepted", "is_active"), [(0, False), (2, True)])
+def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted: int, is_active: bool) -> None:
     """A row costs half a token: a request that gains nothing looks up in one round of many, one that copies always."""
     costs = costs_of((4, 6.0), (8, 9.0), (16, 15.0), samples=3, requests=4)
     planner = planner_of(costs, COPIES, requests=4)
@@ -427,7 +427,7 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
             planner.record_lookup(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
         costs.record_round(4, 3 + len(tree), 4, 6.0, 0.0)
-    assert asked > 150 if is_asked else 1 < asked < 20, asked
+    assert asked > 150 if is_active else 1 < asked < 20, asked
 
 
 def test_a_level_that_few_requests_usually_grow_costs_each_of_them_more() -> None:

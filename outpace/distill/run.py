@@ -174,8 +174,8 @@ def _check_budget(
     if seconds < min_seconds:
         raise UserError(
             f"the budget is {seconds:g} s, it must be at least about {min_seconds:.0f} s: a training step takes about"
-            f" {min_seconds * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate; give"
-            " a longer --budget, a smaller --vocab or fewer --layers"
+            f" {min_seconds * share / train.warmup:.2g} s, and the first {train.warmup} only raise the learning rate;"
+            " give a longer --budget, a smaller --vocab or fewer --layers"
         )
 
 

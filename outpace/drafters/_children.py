@@ -1,7 +1,7 @@
 """Add children below the nodes that a forward scored: a level of a tree, or all of its levels.
 
 Children are the likeliest tokens, or drawn from q, for the rules that judge by the ratio p / q; q is stored with drawn
-ones. Models that predict several places of the text at once give the logits of all layers in one forward.
+ones. Models that predict several places of the text at once give the logits of all levels in one forward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_drawn(request: Request) -> bool:
     return request.rule.traits.siblings is not Siblings.PICKED
 
 
-def draw_layer(
+def draw_level(
     tree: TokenTree, frontier: Sequence[int], scores: SparseLogits, rows: Sequence[Row], draws: DrawCounts
 ) -> None:
     """Draw children of these nodes of one request from the draft's logits [nodes, kept tokens]."""
@@ -90,9 +90,9 @@ def _adjusted(scores: SparseLogits, row: Row) -> np.ndarray:
         own = host_array(scores.values)
         return own if isinstance(scores.values, np.ndarray) else own.copy()  # a captured pass reuses its output tensor
     try:
-        wide = adjust_logits(scores.wide(), [row])
+        wide = adjust_logits(scores.to_dense(), [row])
     except UserError:  # a failed constraint ends its request in the target pass
-        wide = adjust_logits(scores.wide(), [row._replace(skips_mask=True)])
+        wide = adjust_logits(scores.to_dense(), [row._replace(skips_mask=True)])
     return host_array(wide if scores.ids is None else wide[:, scores.ids])
 
 
@@ -162,7 +162,7 @@ class ChildAdder:
     """Adds children below the nodes of a tree, the best of all, and learns from what the target wrote."""
 
     def __init__(self, width: int, tree_nodes: int, draws: str, fills_tree: bool = False) -> None:
-        """`fills_tree`: add as many children as the directives allow; otherwise about `width` for each layer."""
+        """`fills_tree`: add as many children as the directives allow; otherwise about `width` for each level."""
         self._width, self._tree_nodes, self._fills_tree = width, tree_nodes, fills_tree
         self.draws, self.pick_models = DrawCounts.read(draws), PickModels()
 
@@ -197,9 +197,9 @@ class ChildAdder:
             picked, offers = [], list[TopK]()
             for number, job in enumerate(jobs):
                 if frontier := self._frontier(job, depth):
-                    layer = job._replace(frontier=frontier)
-                    found = self._propose(layer, logits_of(number, depth, frontier), log_confidence)
-                    picked += [layer] if found is not None else []
+                    level = job._replace(frontier=frontier)
+                    found = self._propose(level, logits_of(number, depth, frontier), log_confidence)
+                    picked += [level] if found is not None else []
                     offers += found or []
             if picked:
                 self.attach(picked, offers)
@@ -216,17 +216,17 @@ class ChildAdder:
         """Add the best children below each frontier: the best `width` of them all are primary (CARD's cache C), the
         others secondary (B). The best child of each node is added whatever its probability, so that the node does not
         look unexpanded."""
-        widths, most, picks = [], [], []
+        widths, max_children, picks = [], [], []
         for state, tree, _ in jobs:
-            directives, room = state.directives, self._tree_nodes - len(tree)
+            directives, num_free = state.directives, self._tree_nodes - len(tree)
             width = min(directives.width or self._width, self._width)
             share = directives.share if self._fills_tree else 0.0
             widths.append(width)
-            most.append(min(room, max(_CHILDREN * width, int(room * share))))
-            picks.append(PRODUCT_OF_Q if directives.in_layers else state.pick_model)
+            max_children.append(min(num_free, max(_CHILDREN * width, int(num_free * share))))
+            picks.append(PRODUCT_OF_Q if directives.in_levels else state.pick_model)
         states, trees, frontiers = zip(*jobs, strict=True)
         maps = [state.offers for state in states]
-        attach_offers(trees, frontiers, as_top_k_rows(offers), maps, picks, widths, most)
+        attach_offers(trees, frontiers, as_top_k_rows(offers), maps, picks, widths, max_children)
 
     def _propose(
         self, job: ExpansionJob, logits: SparseLogits, log_confidence: LogConfidence | None = None
@@ -234,7 +234,7 @@ class ChildAdder:
         """Return the proposals below each node of a frontier; None after drawing children."""
         rows = rows_of([job])
         if job.state.is_drawn:
-            draw_layer(job.tree, job.frontier, logits, rows, self.draws)
+            draw_level(job.tree, job.frontier, logits, rows, self.draws)
             return None
         offers: Sequence[TopK] = top_k_rows(logits, rows, self._width + SPARE)
         if log_confidence is None or not job.state.request.sampling.is_greedy:

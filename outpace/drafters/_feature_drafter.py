@@ -59,12 +59,12 @@ class FeatureExpander(HeadExpander):
         state.slots.clear()
         state.session.keep(path[:1])
 
-    def read_features(self, state: HeadState, most: int) -> None:
-        """Read committed tokens whose features are known, until at most `most` features are stored."""
+    def read_features(self, state: HeadState, max_features: int) -> None:
+        """Read committed tokens whose features are known, until at most `max_features` features are stored."""
         session = state.session
-        while session.num_features > most and (count := min(session.num_features, state.missing, CHUNK)) > 0:
+        while session.num_features > max_features and (count := min(session.num_features, state.missing, CHUNK)) > 0:
             first = state.start + session.length
-            self.model.score_held([chain(session, self.clamp_ids(state.tokens[first : first + count]))])
+            self.model.score_sparse([chain(session, self.clamp_ids(state.tokens[first : first + count]))])
             session.keep(range(count))
 
     def pause(self, state: Any) -> None:
@@ -118,7 +118,7 @@ class MaskExpander(TreeExpander):
             parts.append(part._replace(tokens=[*part.tokens, *masks], parents=parents, logit_rows=rows, best=0))
             roots.append(root)
             self._prepare(job.state)
-        held = self.model.score_held(parts)
+        held = self.model.score_sparse(parts)
         for job, root in zip(jobs, roots, strict=True):
             job.state.session.keep(range(root), (root,))
         return held
@@ -155,7 +155,7 @@ class HeadDrafter(Drafter):
         self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
 
     def open(self, request: Request) -> HeadState:
-        session, pick_model = self._expander.open(request), self._children.pick_models.of(request)
+        session, pick_model = self._expander.open(request), self._children.pick_models.for_request(request)
         return HeadState(request, session=session, start=self.first_position, pick_model=pick_model)
 
     def grow(self, states: Sequence[HeadState], trees: Sequence[TokenTree]) -> None:

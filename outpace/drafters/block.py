@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Observation, Source
+from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
