@@ -118,7 +118,7 @@ def emit(rule: PatchRule, p: Distribution, q: Distribution, draws: int, chunk: i
         count = min(chunk, draws - start)
         wide_p, wide_q = p.expand(torch.Size([count, 2])), q.expand(torch.Size([count, 1]))
         drafts = wide_q.sample()
-        verdict = rule.judge(drafts, [wide_q], wide_p)
+        verdict = rule.verify(drafts, [wide_q], wide_p)
         emitted.append(torch.where(verdict.accepted[:, None] == 1, drafts[:, 0], verdict.patch))
         accepted += int(verdict.accepted.sum())
     return torch.cat(emitted), accepted / draws

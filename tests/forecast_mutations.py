@@ -54,9 +54,9 @@ def with_the_drafts_variance(log_density: Original) -> Original:
     return mutated
 
 
-def bonus_from_q(judge: Original) -> Original:
+def bonus_from_q(verify: Original) -> Original:
     def mutated(self: Any, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
-        accepted, patch = judge(self, drafts, q, p)
+        accepted, patch = verify(self, drafts, q, p)
         return PatchVerdict(accepted, torch.where((accepted == len(q))[:, None], q[-1].sample()[:, -1], patch))
 
     return mutated
@@ -97,7 +97,7 @@ FORECAST_MUTATIONS = [
     _mutation("no reflection: p after a rejection", rules, "_reflect", reflect_to_a_draw),
     _mutation("densities without the log-determinant", Normal, "log_prob", without_log_determinant),
     _mutation("the draft's variance in the target's density", rules, "_log_density", with_the_drafts_variance),
-    _mutation("the bonus patch comes from q", ExactRule, "judge", bonus_from_q),
+    _mutation("the bonus patch comes from q", ExactRule, "verify", bonus_from_q),
     _mutation("states one patch behind", ToyForecaster, "drop", one_patch_behind),
     _mutation("the cache keeps a rejected patch", TransformerState, "drop", drop_one_less, find_in_state),
     _mutation("slots after the longest row", TransformerState, "append", slots_of_the_longest_row, find_in_state),

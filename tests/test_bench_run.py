@@ -24,8 +24,8 @@ from outpace.api.params import SamplingParams
 from outpace.bench import run as bench_run
 from outpace.bench import tasks
 from outpace.bench.contenders import PLAIN, parse_methods
-from outpace.bench.judging import surprise
 from outpace.bench.method_runner import MethodRunner
+from outpace.bench.quality import surprise
 from outpace.bench.run import Bench, BenchOptions
 from outpace.bench.store import ANSWERS, RecordKey, Store
 from outpace.core.errors import UserError
@@ -346,7 +346,7 @@ def test_the_surprise_of_a_text_is_that_of_its_tokens(llm: Any, monkeypatch: pyt
     assert surprise(llm.target.model, prompt, result.tokens) == pytest.approx(expected, abs=1e-4)
     assert surprise(llm.target.model, prompt, []) == 0.0
     whole = surprise(llm.target.model, prompt, long)
-    monkeypatch.setattr("outpace.bench.judging.CHUNK", 7)
+    monkeypatch.setattr("outpace.bench.quality.CHUNK", 7)
     assert surprise(llm.target.model, prompt, long) == pytest.approx(whole, abs=1e-3)
 
 

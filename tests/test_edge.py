@@ -160,7 +160,7 @@ def test_associations_are_near_the_best_of_all(length: int) -> None:
     for seed in range(20):
         chosen = EdgeSettings(devices=6, servers=3, area=500.0, draft_length=length)
         given = make_world(chosen, seed).problem(0, np.zeros(3), np.ones(6))
-        choices = [[*np.flatnonzero(row)] or [ALONE] for row in given.reach]
+        choices = [[*np.flatnonzero(row)] or [ALONE] for row in given.in_range]
         best = min(given.equal_objective(np.array(every)) for every in itertools.product(*choices))
         for name in ("greedy", "move", "swap"):
             chosen = associations.ASSOCIATIONS[name](given, RNG(0))

@@ -30,6 +30,25 @@ AVOID = {
 PATTERN = re.compile(
     "|".join(rf"(?P<p{number}>\b(?:{phrase})\b)" for number, phrase in enumerate(AVOID)), re.IGNORECASE
 )
+# Private words that named functions, classes and arguments, and the names that replaced them.
+PRIVATE = {
+    "doubtful": "trial_level",
+    "gave": "record_gain",
+    "guarded": "run_guarded",
+    "isolate": "run_guarded",
+    "is_far": "is_round_trip_long",
+    "lend_session": "attach_target_session",
+    "looked_up": "record_lookup",
+    "on_base": "uses_target_session",
+    "reach": "what is reached: a distance, a length, the visible slots",
+    "score_held": "score_sparse",
+    "settle": "commit_pending, apply_moves, update_slots",
+    "work_in": "flush",
+}
+# The same in the kernels.
+PRIVATE_IN_CPP = re.compile(
+    r"\b(?:Following|Held\w+|Podium|Possible|Reach|Room|climb|fed_norm|mixed_norm|podium|reaches|steer|turns)\b"
+)
 # Files that may use the phrases, and why.
 ALLOWED = {"tests/test_vocabulary.py": "lists the phrases"}
 # Class names that may occur more than once, and why.
@@ -79,6 +98,15 @@ def phrases_in(path: Path) -> Iterator[str]:
             yield f"{line + text.count(chr(10), 0, found.start())}: {found[0]!r}, better: {AVOID[phrase]}"
 
 
+def defined_names(source: str) -> Iterator[str]:
+    """Yield the names of functions, classes and arguments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
 def class_names() -> dict[str, list[str]]:
     """Return the files of the package that define each class name."""
     homes: dict[str, list[str]] = defaultdict(list)
@@ -96,6 +124,18 @@ def test_plain_words(path: Path) -> None:
         pytest.skip(ALLOWED[name])
     found = list(phrases_in(path))
     assert not found, "\n".join(["", *(f"{name}:{one}" for one in found)])
+
+
+def test_no_private_name_returns() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}: {name}, better: {PRIVATE[name]}"
+        for path in sorted((REPOSITORY / "outpace").rglob("*.py"))
+        for name in PRIVATE.keys() & set(defined_names(path.read_text()))
+    ]
+    for path in sorted((REPOSITORY / "kernels" / "src").iterdir()):
+        code = re.sub(r"//[^\n]*", "", path.read_text())
+        found += [f"{path.relative_to(REPOSITORY)}: {name}" for name in PRIVATE_IN_CPP.findall(code)]
+    assert not found, "\n".join(["", *found])
 
 
 def test_no_class_name_is_used_twice() -> None:

@@ -174,7 +174,7 @@ def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
     """Measure, then score, below the rows so far and a progress bar, or a line a minute without a terminal. Return
     False after Ctrl-C."""
     from outpace.bench import report
-    from outpace.bench.judging import score_quality
+    from outpace.bench.quality import score_quality
 
     console = display.stderr()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -205,8 +205,8 @@ def _run(running: Bench, measured: BenchFlags, facts: dict[str, Any]) -> bool:
 def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> None:
     """Show the table or the line of JSON, then write the files."""
     from outpace.bench import report
-    from outpace.bench.judging import with_score_gaps
     from outpace.bench.plot import plot
+    from outpace.bench.quality import with_score_gaps
     from outpace.bench.store import PLOT, ROWS
 
     found = with_score_gaps(running.rows(), running)

@@ -40,8 +40,8 @@ def max_compute(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
 
 def _best_server(problem: SlotProblem, score: np.ndarray) -> np.ndarray:
     """Return the reachable server with the greatest score [devices, servers] for each device."""
-    best = np.where(problem.reach, score, -np.inf).argmax(1)
-    return np.where(problem.reach.any(1), best, ALONE)
+    best = np.where(problem.in_range, score, -np.inf).argmax(1)
+    return np.where(problem.in_range.any(1), best, ALONE)
 
 
 def greedy(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
@@ -52,8 +52,8 @@ def greedy(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
     server = np.full(len(problem.draft), ALONE)
     counts = np.zeros(len(problem.verify), dtype=int)
     here = problem.equal_costs(counts)  # the costs at the present numbers of devices
-    for device in np.lexsort((problem.link.min(1), problem.reach.sum(1))):
-        if not problem.reach[device].any():
+    for device in np.lexsort((problem.link.min(1), problem.in_range.sum(1))):
+        if not problem.in_range[device].any():
             continue
         after, members = problem.equal_costs(counts + 1), problem.members(server)
         growth = np.where(members, after, 0.0).sum(0) - np.where(members, here, 0.0).sum(0) + after[device]
@@ -71,11 +71,11 @@ def move(problem: SlotProblem, rng: np.random.Generator) -> np.ndarray:
 def improve(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
     """Return an association that no move of one device improves."""
     server, devices = server.copy(), np.flatnonzero(server != ALONE)
-    least = MIN_GAIN * problem.equal_objective(server)
+    min_gain = MIN_GAIN * problem.equal_objective(server)
     while len(devices):
         gains = move_gains(problem, server)[devices]
         device, goal = np.unravel_index(gains.argmax(), gains.shape)
-        if gains[device, goal] <= least:
+        if gains[device, goal] <= min_gain:
             break
         server[devices[device]] = goal
     return server
@@ -107,10 +107,10 @@ def match_by_channel(problem: SlotProblem) -> np.ndarray:
     server, free = np.full(devices, ALONE), np.full(servers, -(-devices // servers))
     by_link = np.unravel_index(problem.link.argsort(axis=None), problem.link.shape)
     for device, goal in zip(*by_link, strict=True):
-        if server[device] == ALONE and free[goal] and problem.reach[device, goal]:
+        if server[device] == ALONE and free[goal] and problem.in_range[device, goal]:
             server[device] = goal
             free[goal] -= 1
-    left_out = (server == ALONE) & problem.reach.any(1)
+    left_out = (server == ALONE) & problem.in_range.any(1)
     return np.where(left_out, problem.link.argmin(1), server)
 
 
@@ -120,7 +120,7 @@ def exchange(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
     An exchange keeps the number of devices of each server, so under equal shares it changes two costs only.
     """
     devices = np.flatnonzero(server != ALONE)
-    least = MIN_GAIN * problem.equal_objective(server)
+    min_gain = MIN_GAIN * problem.equal_objective(server)
     while len(devices):
         server = improve(problem, server)
         at = server[devices]
@@ -128,7 +128,7 @@ def exchange(problem: SlotProblem, server: np.ndarray) -> np.ndarray:
         own = there.diagonal()
         gains = own[:, None] + own[None] - there - there.T
         one, other = np.unravel_index(gains.argmax(), gains.shape)
-        if gains[one, other] <= least:
+        if gains[one, other] <= min_gain:
             break
         server[devices[[one, other]]] = at[[other, one]]
     return server

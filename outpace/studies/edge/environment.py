@@ -100,7 +100,7 @@ class CellEnvironment(ParallelEnv):
                 self._make_world()
             self._drawn += 1
             server = int(self._rng.integers(self._settings.servers))
-            for chosen in (self._nearest == server, self._slots[0].reach[:, server]):
+            for chosen in (self._nearest == server, self._slots[0].in_range[:, server]):
                 near = np.flatnonzero(chosen)
                 if len(near) >= self._devices:
                     drawn = self._rng.choice(near, self._devices, replace=False)

@@ -55,14 +55,14 @@ def choices(link: OneLink) -> list[LinkChoice]:
     return found
 
 
-def _sequential(link: OneLink, target_pass: float, delay: float, least: int) -> tuple[float, int]:
-    """Return the time per token of sequential drafting at the best length that is at least `least`, and that length."""
+def _sequential(link: OneLink, target_pass: float, delay: float, shortest: int) -> tuple[float, int]:
+    """Return the time per token of sequential drafting at the best length from `shortest` on, and that length."""
 
     def time(gamma: int) -> float:
         tokens = theory.expected_tokens_by_position(_positions(link)[:gamma])
         return target_pass / theory.speedup(tokens, gamma, link.device_step / target_pass, 1.0, delay / target_pass)
 
-    return min((time(gamma), gamma) for gamma in range(least, MAX_LENGTH + 1))
+    return min((time(gamma), gamma) for gamma in range(shortest, MAX_LENGTH + 1))
 
 
 def _pearl(link: OneLink) -> tuple[float, int]:

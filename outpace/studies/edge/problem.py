@@ -53,7 +53,7 @@ class SlotProblem:
     imbalance: float = 0.0
 
     @property
-    def reach(self) -> np.ndarray:
+    def in_range(self) -> np.ndarray:
         """Which servers are in reach, bool [devices, servers]."""
         return np.isfinite(self.link)
 
@@ -117,7 +117,7 @@ class SlotProblem:
     def without_drafts(self) -> SlotProblem:
         """Return the problem of servers that write alone: one token per pass, and almost no time on the links."""
         none, one = np.zeros_like(self.draft), np.ones_like(self.draft)
-        link = np.where(self.reach, 1e-9 * self.link, np.inf)
+        link = np.where(self.in_range, 1e-9 * self.link, np.inf)
         return replace(self, draft=none, tokens=one, link=link, draft_energy=none, is_paper=False)
 
     def counts(self, server: np.ndarray) -> np.ndarray:

@@ -177,9 +177,9 @@ class Forecaster:
         limits = [model.max_patches for model in (self.target, self.draft) if model is not None and model.max_patches]
         if not limits:
             return None
-        most = min(limits) // 2
-        if num_patches > most:
-            allowed = f"at most {most * self.target.patch_length}, half of the model's positions"
+        max_patches = min(limits) // 2
+        if num_patches > max_patches:
+            allowed = f"at most {max_patches * self.target.patch_length}, half of the model's positions"
             raise UserError(f"prediction_length is {prediction_length}, it must be {allowed}")
         return min(limits) - num_patches
 
@@ -231,10 +231,10 @@ def _listed(inputs: Any) -> list[Any]:
     return [values] if values.ndim == 1 else list(values)
 
 
-def _groups(histories: Sequence[_Scaled], most: int) -> list[list[int]]:
-    """Return the numbers of the series that are not constant, in groups of at most `most` of equal length."""
+def _groups(histories: Sequence[_Scaled], size: int) -> list[list[int]]:
+    """Return the numbers of the series that are not constant, in groups of at most `size` of equal length."""
     lengths: dict[int, list[int]] = {}
     for number, one in enumerate(histories):
         if not one.is_constant:
             lengths.setdefault(len(one.patches), []).append(number)
-    return [numbers[at : at + most] for numbers in lengths.values() for at in range(0, len(numbers), most)]
+    return [numbers[at : at + size] for numbers in lengths.values() for at in range(0, len(numbers), size)]

@@ -35,7 +35,7 @@ class PatchRule(ABC):
     lossless: bool
 
     @abstractmethod
-    def judge(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
+    def verify(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
         """Judge drafts [rows, K, points]; draft i was drawn from the last position of `q[i]` (batch [rows, positions]),
         and `p` has batch [rows, K + 1]."""
 
@@ -50,7 +50,7 @@ class ExactRule(PatchRule):
 
     lossless = True
 
-    def judge(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
+    def verify(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
         """Judge by the whole ratio of densities, with its normalising constants."""
         fresh = p.sample()  # [rows, K + 1, points]; the bonus patch, or the first candidate of the residual
         log_ratio = _log_density(p, "target", drafts, fresh) - _draft_log_density(q, drafts)
@@ -78,7 +78,7 @@ class ExactRule(PatchRule):
     ) -> None:
         """Write a draw from the residual into each rejected row of `patch`."""
         rows, missing, candidates, drawn = torch.arange(len(patch)), rejected.clone(), fresh[None], 1
-        most = max(1, _MAX_VALUES // fresh.numel())
+        max_samples = max(1, _MAX_VALUES // fresh.numel())
         while missing.any():
             log_p = _log_density(p, "target", candidates[..., :-1, :], candidates)
             kept = torch.rand(log_p.shape) < -torch.expm1(_draft_log_density(q, candidates) - log_p)
@@ -88,7 +88,7 @@ class ExactRule(PatchRule):
                 found = missing
             patch[found] = candidates[first, rows, accepted][found]
             missing &= ~found
-            candidates = p.sample(torch.Size([min(drawn, most)]))
+            candidates = p.sample(torch.Size([min(drawn, max_samples)]))
             drawn += len(candidates)
 
 
@@ -109,7 +109,7 @@ class StrideRule(PatchRule):
         check_range("bias", self.bias, 1.0)
         check_range("tolerance", self.tolerance, 0.0)
 
-    def judge(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
+    def verify(self, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
         """Judge by the ratio of the densities, each relative to its own at its mean."""
         fresh, centre = p.sample(), p.mean
         exponent = _log_density(p, "target", drafts, fresh) - _log_density(p, "target", centre[:, :-1], centre)

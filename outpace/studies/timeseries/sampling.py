@@ -215,7 +215,7 @@ def draw_paths(
         known = torch.cat([tail[:, -1:], drafts], 1)
         p = target.propose(target_state, known)
         if length:
-            accepted, patch = rule.judge(drafts, q, p)
+            accepted, patch = rule.verify(drafts, q, p)
         else:
             accepted, patch = torch.zeros(len(active), dtype=torch.long), p.sample()[:, 0]
         check_finite(patch, "target")
