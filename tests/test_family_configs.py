@@ -17,7 +17,7 @@ from outpace.models.base import UnsupportedModel
 from outpace.models.files.gguf import config as gguf_config
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.config.rope import LinearScaling, LongScaling
 
@@ -126,7 +126,7 @@ def test_gemma_norms_in_fewer_bits_are_refused(tmp_path: Path) -> None:
     """Subtracting one from them would round."""
     tensors = weights(**ARCHITECTURES["gemma3"])
     path = write_gguf(tmp_path / "a.gguf", METADATA["gemma3"], tensors=tensors, architecture="gemma3")
-    with GgufSource(path) as source:
+    with GgufCheckpoint(path) as source:
         tensors, norm = source._header.tensors, "output_norm.weight"
         tensors[norm] = replace(tensors[norm], kind=1, num_bytes=tensors[norm].num_bytes // 2)
         with pytest.raises(UserError, match=rf"the norm '{norm}' has the type F16, norms of this architecture"):

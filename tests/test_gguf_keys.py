@@ -20,7 +20,7 @@ from outpace.models.base import chain
 from outpace.models.files.gguf.config import ARCHITECTURES as READABLE
 from outpace.models.files.gguf.config import HARMLESS, HONOURED, HONOURED_BY, read_model
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.source import GgufSource, convert
+from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.files.gguf.tokenizer import REFUSED
 from outpace.models.llama.config.rope import LinearScaling, LongScaling, YarnScaling
 from outpace.models.load import load_model
@@ -265,7 +265,7 @@ NAMES = ("tokenizer.huggingface.json", "tokenizer.rwkv.world", "tokenizer.chat_t
 
 def test_no_other_key_is_ignored(tmp_path: Path) -> None:
     def facts(metadata: dict[str, Any]) -> tuple[Any, ...]:
-        with GgufSource(write_gguf(tmp_path / "a.gguf", metadata)) as source:
+        with GgufCheckpoint(write_gguf(tmp_path / "a.gguf", metadata)) as source:
             built = source.tokenizer
             return source.config, built.tokenizer.to_str(), built.settings, built.special_ids
 
@@ -290,7 +290,7 @@ def test_tokens_added_after_training_are_never_cut(tmp_path: Path) -> None:
     words, kinds = [*tokens()[:-1], "<think>"], [1] * len(tokens())
     for fields in ({"token_type": [*kinds[:-1], 4]}, {"token_type": kinds, "added_tokens": ["<think>"]}):
         named = {f"tokenizer.ggml.{name}": value for name, value in (fields | {"tokens": words}).items()}
-        with GgufSource(write_gguf(tmp_path / "a.gguf", named)) as source:
+        with GgufCheckpoint(write_gguf(tmp_path / "a.gguf", named)) as source:
             tokenizer = tokenizer_of(source)
         ids = tokenizer.encode("a<think>b")
         assert ids[1:-1] == [len(words) - 1]
@@ -301,7 +301,7 @@ def test_templates_and_ends_of_prompts(tmp_path: Path) -> None:
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "tools: {{ tools[0] }}"}
     around = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     path = write_gguf(tmp_path / "a.gguf", named | around)
-    with GgufSource(path) as source:
+    with GgufCheckpoint(path) as source:
         read = tokenizer_of(source)
     for tokenizer in (read, Tokenizer.from_folder(convert(path, tmp_path / "cache"))):
         assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|im_start|>hi<|im_end|>"

@@ -11,7 +11,7 @@ from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, interleav
 
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import source as gguf_weights
-from outpace.models.files.gguf.source import GgufSource, can_read, convert
+from outpace.models.files.gguf.source import GgufCheckpoint, can_read, convert
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.llama.config.rope import Llama3Scaling
 
@@ -108,12 +108,12 @@ def test_llama3_rope_scaling(tmp_path: Path, factor: float, context: int) -> Non
 
 def test_rope_divisors_of_one_mean_nothing(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", tensors=weights() | {"rope_freqs.weight": np.ones(8, np.float32)})
-    assert "rope_scaling" not in GgufSource(path).config
+    assert "rope_scaling" not in GgufCheckpoint(path).config
 
 
 @pytest.mark.parametrize(("kind", "length"), [("linear", {}), ("yarn", {"original_max_position_embeddings": 32})])
 def test_other_rope_scalings(tmp_path: Path, kind: str, length: dict[str, int]) -> None:
     metadata = {"type": kind, "factor": 4.0, "original_context_length": 32}
     fields = {f"llama.rope.scaling.{name}": value for name, value in metadata.items()}
-    found = GgufSource(write_gguf(tmp_path / "a.gguf", fields)).config["rope_scaling"]
+    found = GgufCheckpoint(write_gguf(tmp_path / "a.gguf", fields)).config["rope_scaling"]
     assert found == {"rope_type": kind, "factor": 4.0, **length}

@@ -10,7 +10,7 @@ import pytest
 from files import ARCHITECTURES, GEMMA_METADATA, tokens, weights, write_gguf
 
 from outpace.core.errors import UserError
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.llama.config import llama_config as llama
 from outpace.models.llama.config.rope import LinearScaling, YarnScaling
 from outpace.models.load import load_model
@@ -42,7 +42,7 @@ def test_tensors_of_a_vision_model_are_ignored_with_a_notice(tmp_path: Path, run
 
 def test_fields_that_ollama_names_otherwise_or_leaves_out(tmp_path: Path) -> None:
     def config_of(metadata: dict[str, Any], **more: np.ndarray) -> llama.LlamaConfig:
-        return llama.from_dict(GgufSource(gemma3(tmp_path / "a.gguf", metadata, **more)).config)
+        return llama.from_dict(GgufCheckpoint(gemma3(tmp_path / "a.gguf", metadata, **more)).config)
 
     named = config_of({GLOBAL: 2e6, LOCAL: 3e4, "gemma3.rope.freq_base": None})
     assert (named.rope_theta, named.local_theta) == (2e6, 3e4)
@@ -82,7 +82,7 @@ def test_llama_3_without_the_name_of_its_pre_tokenizer(tmp_path: Path) -> None:
     for listed, expected in ((words, "llama-bpe"), (tokens(), "default")):
         given = {"tokenizer.ggml.tokens": listed, "tokenizer.ggml.add_bos_token": False}
         found, same = (
-            GgufSource(write_gguf(tmp_path / "a.gguf", given | {"tokenizer.ggml.pre": pre})).tokenizer.tokenizer
+            GgufCheckpoint(write_gguf(tmp_path / "a.gguf", given | {"tokenizer.ggml.pre": pre})).tokenizer.tokenizer
             for pre in (None, expected)
         )
         assert found.to_str() == same.to_str()
@@ -94,7 +94,7 @@ def test_tensors_that_change_no_text(tmp_path: Path) -> None:
     extra = {"blk.0.attn_output.bias": np.zeros(64, np.float32), "blk.1.attn_rot_embd": np.ones(8, np.float32)}
     other = write_gguf(tmp_path / "other.gguf", tensors=weights() | extra)
     assert load_model(other).notice is None
-    assert GgufSource(other).names() == GgufSource(plain).names()
+    assert GgufCheckpoint(other).names() == GgufCheckpoint(plain).names()
 
 
 @pytest.mark.parametrize(

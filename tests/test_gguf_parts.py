@@ -14,7 +14,7 @@ import outpace
 from outpace.core.errors import UserError
 from outpace.models.files.find import resolve
 from outpace.models.files.gguf.header import part_files
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.files.hub import HubName, choose_files
 
 
@@ -28,7 +28,7 @@ def test_parts_are_the_whole(parts: list[Path], tmp_path: Path) -> None:
     """Compare tensors and tokenizer, read in place and converted, and the text of kernels and torch."""
     whole = write_gguf(tmp_path / "tiny.gguf", kind="Q8_0")
     assert len(parts) > 3
-    with GgufSource(parts[0]) as several, GgufSource(whole) as one:
+    with GgufCheckpoint(parts[0]) as several, GgufCheckpoint(whole) as one:
         assert several.names() == one.names()
         assert several.config == one.config
         assert {several.file_of(name) for name in several.names()} == set(parts)
@@ -54,7 +54,7 @@ def test_a_changed_part_is_converted_again(parts: list[Path], tmp_path: Path) ->
 def test_errors_name_the_part(parts: list[Path], tmp_path: Path) -> None:
     def refused(words: str, path: Path = parts[0]) -> None:
         with pytest.raises(UserError, match=words):
-            GgufSource(path)
+            GgufCheckpoint(path)
 
     first, second = parts[:2]
     refused(f"is part 2 of {len(parts)}: name the first one, .*{first.name}", second)
@@ -80,12 +80,12 @@ def test_parts_of_two_models_are_refused(parts: list[Path], tmp_path: Path) -> N
     assert len(others) == len(parts)
     shutil.copyfile(others[-1], parts[-1])
     with pytest.raises(UserError, match=r"split.tensors.count is|so does another part"):
-        GgufSource(parts[0])
+        GgufCheckpoint(parts[0])
 
 
 @pytest.mark.parametrize("options", [{"runtime": "auto"}, {"dtype": "int8"}, {"runtime": "llama"}], ids=str)
 def test_damage_names_the_part(parts: list[Path], options: dict[str, str]) -> None:
-    with GgufSource(parts[0]) as source:
+    with GgufCheckpoint(parts[0]) as source:
         name = next(name for name in source.names() if source.file_of(name) == parts[2] and "proj" in name)
         entry = source._entry(name)
     data = bytearray(parts[2].read_bytes())

@@ -19,7 +19,7 @@ from outpace.models.files.find import resolve
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf import writer
 from outpace.models.files.gguf.header import open_gguf
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.files.gguf.writer import read_fields
 from outpace.models.llama.config.llama_config import from_dict, tensor_shapes
 
@@ -43,7 +43,7 @@ def test_a_file_reads_back(any_folder: Path, kind: str, error: float, monkeypatc
     file = writer.gguf_file(any_folder, kind)
     assert writer.main_kind(file) == kind
     monkeypatch.setattr(gguf_tokenizer, "special_ids", lambda *_: {})  # it has no tokenizer
-    with Checkpoint.open(any_folder) as checkpoint, GgufSource(file) as source:
+    with Checkpoint.open(any_folder) as checkpoint, GgufCheckpoint(file) as source:
         config = from_dict(source.config)
         assert config == replace(from_dict(checkpoint.config), attention_bias=config.attention_bias)
         assert source.names() == sorted(tensor_shapes(from_dict(checkpoint.config)))

@@ -91,18 +91,18 @@ def test_code_llama(tmp_path: Path) -> None:
 def test_parts_far_from_the_cursor_are_left_out(tmp_path: Path) -> None:
     tokenizer = load_model(file_with(tmp_path, QWEN), runtime="llama").tokenizer
     prefix, suffix = "p" * 40 + "12", "34" + "s" * 40
-    for room in (100, 60, 30, 12, 3, 1):
-        prompt = infill_prompt(tokenizer, prefix, suffix, [("x", "y" * 50)], room=room)
-        assert len(prompt) <= max(room, 3)
+    for max_tokens in (100, 60, 30, 12, 3, 1):
+        prompt = infill_prompt(tokenizer, prefix, suffix, [("x", "y" * 50)], max_tokens=max_tokens)
+        assert len(prompt) <= max(max_tokens, 3)
         text = tokenizer.decode(prompt, skip_special=False)
         before, after = re.fullmatch(r".*<\|fim_prefix\|>(.*)<\|fim_suffix\|>(.*)<\|fim_middle\|>", text, re.S).groups()  # type: ignore[union-attr]
         assert prefix.endswith(before)
         assert suffix.startswith(after)
-        if room >= 12:
-            assert len(prompt) == room
+        if max_tokens >= 12:
+            assert len(prompt) == max_tokens
             assert "34" in after
             assert "12" in before
-    short = infill_prompt(tokenizer, "p" * 50, "s", room=30)
+    short = infill_prompt(tokenizer, "p" * 50, "s", max_tokens=30)
     assert tokenizer.decode(short) == "p" * 26 + "s"
 
 

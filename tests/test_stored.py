@@ -23,7 +23,7 @@ from outpace.models.base import Part
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.four_bits import BLOCK_BYTES, BLOCK_INPUTS
 from outpace.models.files.gguf.header import COMMON_TYPES
-from outpace.models.files.gguf.source import GgufSource, convert
+from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
@@ -69,7 +69,7 @@ def file_of(folder: Path, kind: str, **changes: Any) -> Path:
 
 
 def model_of(path: Path, held: str = "file", **options: Any) -> NativeLlama:
-    source, given = GgufSource(path), NativeOptions(weights=held, **options)
+    source, given = GgufCheckpoint(path), NativeOptions(weights=held, **options)
     return NativeLlama.from_tensors(from_dict(source.config), source.weight, options=given)
 
 
@@ -219,7 +219,7 @@ def test_a_file_in_place_is_what_its_conversion_is(tmp_path: Path, kind: str, ar
     tensors = weights(**ARCHITECTURES[architecture])
     path = write_gguf(tmp_path / "tiny.gguf", kind=kind, tensors=tensors, architecture=architecture)
     folder = convert(path, tmp_path / "cache")
-    with Checkpoint.open(folder) as whole, GgufSource(path) as source:
+    with Checkpoint.open(folder) as whole, GgufCheckpoint(path) as source:
         assert source.config == whole.config
         assert source.names() == whole.names()
         for name in whole.names():

@@ -96,12 +96,12 @@ def infill_prompt(
     prefix: str | Sequence[int],
     suffix: str,
     files: Sequence[tuple[str, str]] = (),
-    room: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """Return the prompt for the text between `prefix` and `suffix`. `files` are names and texts of other files.
 
-    A prompt of more than `room` tokens is cut: at the first files, the beginning of the prefix, and the end of the
-    suffix, which keeps at least a quarter of the room. Raises UserError if the model has no tokens for such prompts.
+    A prompt of more than `max_tokens` tokens is cut: at the first files, the beginning of the prefix, and the end of
+    the suffix, which keeps at least a quarter of them. Raises UserError if the model has no tokens for such prompts.
     """
     marks = tokenizer.infill_tokens
     if marks is None:
@@ -110,8 +110,8 @@ def infill_prompt(
     before = tokenizer.literal(prefix) if isinstance(prefix, str) else list(prefix)
     after = tokenizer.literal(suffix, is_inner=True)
     others = _files(tokenizer, marks, files) if files else []
-    if room is not None:
-        left = max(room - len(begin) - 3, 0)
+    if max_tokens is not None:
+        left = max(max_tokens - len(begin) - 3, 0)
         after = after[: max(left - len(before), left // 4)]
         before = _last(before, left - len(after))
         others = _last(others, left - len(after) - len(before))

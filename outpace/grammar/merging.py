@@ -241,14 +241,14 @@ def _with_counts(kept: dict[str, Any]) -> dict[str, Any]:
         kept.pop("minProperties", None)
     if is_closed and max_count >= len(required) + len(optional):
         kept.pop("maxProperties", None)
-    if optional and least == len(optional) and is_closed:
+    if optional and min_count == len(optional) and is_closed:
         del kept["minProperties"]
         kept["required"] = [*required, *optional]
-    elif optional and least == 1:
+    elif optional and min_count == 1:
         del kept["minProperties"]
         kept["allOf"] = [*kept.get("allOf", ()), {"anyOf": [{"required": [name]} for name in optional]}]
-    elif least > 1 and not optional:
-        raise unsupported("minProperties", least + len(required))
+    elif min_count > 1 and not optional:
+        raise unsupported("minProperties", min_count + len(required))
     if "maxProperties" in kept and optional:
         raise unsupported("maxProperties", max_count)
     return kept

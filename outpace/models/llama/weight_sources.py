@@ -18,7 +18,7 @@ from outpace.models.llama.config import phi
 from outpace.models.llama.config.llama_config import LlamaConfig
 
 PREFIX = "model.layers."
-WeightSource = Callable[[str], Any]
+TensorGetter = Callable[[str], Any]
 FLOATS = ("F32", "F16", "BF16")  # a file's formats without blocks
 
 

@@ -17,7 +17,7 @@ from outpace.core.machine import trim_heap
 from outpace.models.files import tokenizer_folder
 from outpace.models.files.cache import lazy_sha256
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf.source import GgufSource
+from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.files.reading import MAX_TOKENIZER_BYTES, check_downloaded, check_file, read_optional_json
 from outpace.models.files.tokenizer_folder import (
     INFILL_MARKS,
@@ -428,7 +428,7 @@ def first_difference(one: Mapping[int, str], other: Mapping[int, str]) -> str | 
     return None if index is None else f"id {index} is {one[index]!r} in one and {other[index]!r} in the other"
 
 
-def tokenizer_of(source: Checkpoint | GgufSource) -> Tokenizer:
+def tokenizer_of(source: Checkpoint | GgufCheckpoint) -> Tokenizer:
     """Load the tokenizer of an open model; UserError if it is missing or damaged.
 
     Memory used while building a large vocabulary, about 100 MB, is returned to the system.

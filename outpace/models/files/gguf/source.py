@@ -32,7 +32,7 @@ FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 PIECE_VALUES = 2**18  # values dequantised at once: numpy's several copies of them stay in a processor's cache
 
 
-class GgufSource(AbstractContextManager["GgufSource"]):
+class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
     """An open .gguf file with Hugging Face tensor names and shapes. Arrays returned before keep the file mapped.
 
     Norms and biases are returned as float32 arrays, matrices as the file's own blocks.
@@ -244,7 +244,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _write_folder(path: Path, folder: Path, progress: Progress) -> None:
     progress("reading", 0.0)
-    with GgufSource(path) as source:
+    with GgufCheckpoint(path) as source:
         tensors = {name: (source.float_type(name), source.shape(name)) for name in source.names()}
         _ = source.tokenizer  # refused before anything is written
         sizes = (prod(shape) * np.dtype(DTYPES[kind]).itemsize for kind, shape in tensors.values())
