@@ -288,7 +288,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_parallel_decoders.py::test_an_exploration_budget_halves_after_each_failure": [
         ("planned: a trial always pays", ExplorationBudget, "record_use", always_paid)
     ],
-    "test_parts.py::test_layers_leave_room_in_a_tree_for_those_to_come": [
+    "test_parts.py::test_levels_leave_room_in_a_tree_for_those_to_come": [
         ("model: directives are ignored", ChildAdder, "attach", undirected)
     ],
     "test_lookahead.py::test_the_window_is_the_jacobi_iteration": [

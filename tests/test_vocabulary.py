@@ -32,16 +32,16 @@ PATTERN = re.compile(
 )
 # Private words that named functions, classes and arguments, and the names that replaced them.
 PRIVATE = {
-    "trial_level": "trial_level",
+    "doubtful": "trial_level",
     "gave": "record_gain",
     "guarded": "run_guarded",
     "isolate": "run_guarded",
-    "is_round_trip_long": "is_round_trip_long",
-    "attach_target_session": "attach_target_session",
+    "is_far": "is_round_trip_long",
+    "lend_session": "attach_target_session",
     "looked_up": "record_lookup",
-    "uses_target_session": "uses_target_session",
+    "on_base": "uses_target_session",
     "reach": "what is reached: a distance, a length, the visible slots",
-    "score_sparse": "score_sparse",
+    "score_held": "score_sparse",
     "settle": "commit_pending, apply_moves, update_slots",
     "work_in": "flush",
 }
