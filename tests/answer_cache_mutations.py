@@ -33,7 +33,7 @@ MISTAKES: list[tuple[str, Any, str, Any, str]] = [
     ("nothing is kept", AnswerCache, "store", nothing, "memory_is_bounded"),
     ("another key's texts are offered", AnswerCache, "find", of_all_keys, "other_requests_get_nothing"),
     ("the prompt is offered too", AnswerCache, "find", with_prompt, "a_prompt_that_continues_an_answer_gets_the_rest"),
-    ("texts of other noise are offered", earlier_texts, "_way", picked_anyhow, "other_requests_get_nothing"),
+    ("texts of other noise are offered", earlier_texts, "_sampling_key", picked_anyhow, "other_requests_get_nothing"),
 ]
 RECALL_MUTATIONS: list[Mutation] = [
     mutation(f"recall: {name}", owner, attribute, change, f"test_answer_cache.py::test_{test}")

@@ -15,7 +15,7 @@ from math import exp
 from typing import Any
 
 from outpace.card.cache import VisibilityOptions
-from outpace.core.drafting import LAYER_SHARE, DraftDirectives
+from outpace.core.drafting import LEVEL_SHARE, DraftDirectives
 from outpace.core.options import MethodOptions, option, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct

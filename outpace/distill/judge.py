@@ -24,7 +24,7 @@ from outpace.rules.judge import FILE, JudgeFile
 
 RECALLS = (0.8, 0.9, 0.95, 0.99)
 GRID = tuple(10.0**power for power in range(-7, 2))  # values of C
-LEAST = 200  # number of mismatches that training needs
+MIN_MISMATCHES = 200  # number of mismatches that training needs
 HELD_OUT = 0.1  # share of the prompts
 POINTS = 101  # of the curve
 StageProgress = Callable[[str, dict[str, float]], None]
@@ -90,8 +90,8 @@ def train(
     data = _data(found)
     important = int(data.is_important.sum())
     counts = f"{len(found)} mismatches were mined, {important} of them important"
-    if len(found) < LEAST:
-        raise UserError(f"{counts}: {LEAST} are needed, add questions")
+    if len(found) < MIN_MISMATCHES:
+        raise UserError(f"{counts}: {MIN_MISMATCHES} are needed, add questions")
     for part in (data.is_held_out, ~data.is_held_out):
         if len(np.unique(data.is_important[part])) < 2:
             raise UserError(

@@ -59,7 +59,7 @@ class GrammarDrafter(LookupDrafter[GrammarState]):
     def _forced(self, state: GrammarState, tree: TokenTree, node: int) -> list[int]:
         assert state.request.constraint is not None
         path = [tree.tokens[above] for above in tree.path(node)[1:]]
-        most = max(min(_FORCED, tree.max_depth - len(path)), 0)
+        limit = max(min(_FORCED, tree.max_depth - len(path)), 0)
         try:
             return state.request.constraint.forced(state.tokens, path)[:limit]
         except UserError:  # a failed constraint ends its request in the target pass

@@ -358,7 +358,7 @@ class LayerSkipDrafter(Drafter):
         if self.search is None or self.search.is_over or state.slots or state.is_unsure:
             return
         state.rounds += 1
-        session, count = state.base, _WINDOW
+        session, count = state.target_session, _WINDOW
         has_text = session is not None and not session.pending and session.length == len(state.tokens) - 1
         has_text = has_text and len(state.tokens) - len(state.request.prompt) >= count and session.free >= count
         if state.rounds < _EVERY or not has_text:

@@ -95,7 +95,7 @@ class OuroborosDrafter(LookupDrafter[OuroborosState]):
         """Attach phrases after the draft's end."""
         end, grade = tree.ids.index(state.end), Certainty.SURE
         for phrase in state.pool.followers(tree.tokens[end])[:_SUFFIXES]:
-            self.attach_branch(state, tree, phrase, 1, grade, node=end, most_nodes=self._options.tree_nodes)
+            self.attach_branch(state, tree, phrase, 1, grade, node=end, max_nodes=self._options.tree_nodes)
             grade = Certainty.OTHER
 
     def observe(self, state: OuroborosState, seen: Observation) -> None:

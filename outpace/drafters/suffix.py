@@ -61,7 +61,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         self._past = PerSalt(lambda: NgramIndex(_LENGTHS, options.past)) if options.past else None
 
     def open(self, request: Request) -> SuffixState:
-        past = self._past.of(request.cache_salt) if self._past is not None else None
+        past = self._past.for_salt(request.cache_salt) if self._past is not None else None
         state = SuffixState(request, index=NgramIndex(_LENGTHS, _WINDOW), past=past)
         state.index.extend(request.prompt)
         return state

@@ -24,7 +24,7 @@ BLOCK = 16  # tokens
 _TEXTS = 256  # for each reuse key
 _TOKENS = 131_072  # in all texts of a reuse key together
 
-Way = tuple[Any, ...]
+SamplingKey = tuple[Any, ...]
 
 
 class HashedTokens:
@@ -113,7 +113,7 @@ class PrefixIndex(Generic[H]):
 class _CachedText(NamedTuple):
     """A text, four bytes for each token, and how its tokens were picked."""
 
-    way: Way
+    sampling_key: SamplingKey
     text: bytes
 
 
@@ -127,9 +127,9 @@ class AnswerCache:
         """Return what followed this prompt in the latest text that begins with it and was picked in the same way."""
         if not request.rule.traits.same_text:
             return ()
-        prompt, way = _packed(request.prompt), _way(request)
-        for kept in reversed(self._kept.of(request.cache_salt)):
-            if len(kept.text) > len(prompt) and kept.way == way and kept.text.startswith(prompt):
+        prompt, sampling_key = _packed(request.prompt), _sampling_key(request)
+        for kept in reversed(self._kept.for_salt(request.cache_salt)):
+            if len(kept.text) > len(prompt) and kept.sampling_key == sampling_key and kept.text.startswith(prompt):
                 return tuple(array("i", kept.text[len(prompt) :]))
         return ()
 
@@ -137,8 +137,8 @@ class AnswerCache:
         """Store a text, prompt and answer, in place of its prefixes; drop the oldest texts beyond the limits."""
         if not (request.rule.traits.same_text and len(request.prompt) < len(tokens) <= _TOKENS):
             return
-        kept, new = self._kept.of(request.cache_salt), _CachedText(_way(request), _packed(tokens))
-        kept[:] = [one for one in kept if one.way != new.way or not new.text.startswith(one.text)]
+        kept, new = self._kept.for_salt(request.cache_salt), _CachedText(_sampling_key(request), _packed(tokens))
+        kept[:] = [one for one in kept if one.sampling_key != new.sampling_key or not new.text.startswith(one.text)]
         kept.append(new)
         held = sum(len(one.text) for one in kept)
         while len(kept) > _TEXTS or held > _TOKENS * len(_packed([0])):
@@ -149,7 +149,7 @@ def _packed(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def _way(request: Request) -> Way:
+def _sampling_key(request: Request) -> SamplingKey:
     """Return how tokens are picked as far as it changes a text; if greedy, neither seed nor filters do."""
     noise = (request.sampling, request.seed, request.choice)
     return (type(request.rule), request.adjustments, *(() if request.sampling.is_greedy else noise))

@@ -101,7 +101,7 @@ def _own_format(tokenizer: Tokenizer) -> CallFormat:
     return LLAMA if tokenizer.id_of(PYTHON_TAG) is not None else JSON
 
 
-MOST = 128
+MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_./-]{1,128}")  # as MCP servers name tools
 
 
@@ -132,8 +132,8 @@ def read_tools(given: Any) -> tuple[Tool, ...]:
     """Read the field `tools` of a request; raise UserError if it is invalid."""
     if given is None:
         return ()
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MOST:
-        raise UserError(f"tools is {reprlib.repr(given)}, it must be a list of at most {MOST} tools")
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MAX_TOOLS:
+        raise UserError(f"tools is {reprlib.repr(given)}, it must be a list of at most {MAX_TOOLS} tools")
     tools = tuple(_tool(one) for one in given)
     names = [tool.name for tool in tools]
     if twice := [name for name in names if names.count(name) > 1]:
