@@ -43,7 +43,7 @@ def small(capability: int, kind: str) -> None:
         given = {"x": x, "weight": "*fp32", "out": x, "floor": "fp32", "width": "i32"}
         compiled(triton_kernels._norm_kernel, capability, 4, given, {"HAS_WEIGHT": flag, "BLOCK": 1024})
         given = {"qkv": x, "norms": "*fp32", "table": "*fp32", "positions": at, "slots": at, "query": x, "kv": x}
-        given |= {"floor": "fp32", "scale": "fp32", "most": "fp32", "nodes": "i32", **STRIDES}
+        given |= {"floor": "fp32", "scale": "fp32", "max_value": "fp32", "nodes": "i32", **STRIDES}
         constants = {**HEADS, "WIDTH": 80, "HALF": 64, "HAS_NORM": flag, "ROTATES": flag}
         compiled(triton_kernels._rotate_kernel, capability, 1, given, constants)
         given = {"words": "*i32", "out": "*fp32", "vocab": "i32"}

@@ -20,7 +20,7 @@ from outpace.core.distribution import DecisionKey, RandomSource, TokenDistributi
 from outpace.core.sampling import Sampling
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
-from outpace.core.types import Adjustments, Capabilities, Drafter, DraftState, Request, Rule, Source
+from outpace.core.types import Adjustments, Capabilities, Drafter, DraftSource, DraftState, Request, Rule
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.speculative import Speculative
 from outpace.drafters._children import DrawCounts

@@ -15,7 +15,7 @@ from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
 from outpace.planning import estimators
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
+from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LevelGains
 from outpace.planning.planner import Planner
 from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 

@@ -12,7 +12,7 @@ from doubles import make_request
 from test_planner import place_of
 
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, Source, Verify
+from outpace.core.types import Commit, Draft, DraftSource, Verify
 from outpace.decoders.auto import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel

@@ -97,7 +97,7 @@ class Drafting:
         for node in expanded:
             below = tree.path_tokens(node)
             session = self.model.open(300, 300)
-            held = self.model.score_held(
+            held = self.model.score_sparse(
                 [chain(session, [*state.tokens, *below], [len(state.tokens) + len(below) - 1])]
             )
             row = Row(state.request, state.tokens, tuple(below))

@@ -13,7 +13,7 @@ from test_costs import COPIES, DRAFT, costs_of
 
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Commit, Draft, Source, Verify
+from outpace.core.types import Commit, Draft, DraftSource, Verify
 from outpace.decoders.auto import Auto
 from outpace.decoders.base import RequestContext
 from outpace.planning.cost_model import CostModel

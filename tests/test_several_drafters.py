@@ -21,7 +21,7 @@ from outpace.core import registry
 from outpace.core.drafting import BuildContext, DraftDirectives
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Drafter, Request, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource, Request
 from outpace.decoders.auto import Auto
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.card import Card

@@ -199,7 +199,7 @@ class PerSalt(Generic[T]):
         self.make = make
         self._own: OrderedDict[str, T] = OrderedDict()
 
-    def of(self, key: str | None) -> T:
+    def for_salt(self, key: str | None) -> T:
         """Return the table of requests with this salt; beyond `MAX_SALTS` salts, the least recently used is dropped."""
         if key is None:
             return self.shared

@@ -418,7 +418,7 @@ class DraftState:
     source: DraftSource | None = field(default=None, init=False)
     directives: DraftDirectives = field(default=UNRESTRICTED, init=False)
     max_read: int = field(default=UNLIMITED, init=False)
-    base: Any = field(default=None, init=False)
+    target_session: Any = field(default=None, init=False)
     pending: PendingObservations = field(default_factory=PendingObservations, init=False)
 
     def __post_init__(self) -> None:

@@ -120,10 +120,10 @@ def predicted_speedups(rows: Sequence[Acceptance], speed: ModelTimes) -> dict[in
     greedy = [row.by_position for row in rows if row.temperature == 0]
     columns = ([rate for rate in column if rate is not None] for column in zip_longest(*greedy))
     means = [statistics.fmean(column) for column in columns]
-    reach = [*means, *[0.0] * POSITIONS]
+    chances = [*means, *[0.0] * POSITIONS]
     return {
         length: theory.speedup(
-            theory.expected_tokens_by_position(reach[:length]),
+            theory.expected_tokens_by_position(chances[:length]),
             1 if speed.drafts_blocks else length,
             speed.cost,
             speed.passes[length + 1] / speed.passes[1],

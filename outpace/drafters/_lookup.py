@@ -405,12 +405,12 @@ class NgramIndex:
         oldest = max(start + len(tokens) - self._memory, 0)
         for chains in self._chains:
             length, left = chains.length, 2 * count
-            most = min(max(length, longest), len(text))
+            longest_match = min(max(length, longest), len(text))
             place = chains.heads.get(hash(end[-length:]), -1) if len(end) >= length else -1
             while place >= oldest and left and len(found) < count:
                 here, same = place - start, 0
-                reach = min(most, here)
-                while same < reach and tokens[here - same - 1] == text[-same - 1]:
+                limit = min(longest_match, here)
+                while same < limit and tokens[here - same - 1] == text[-same - 1]:
                     same += 1
                 if same >= length:  # not just a hash collision
                     found.setdefault(place, same)

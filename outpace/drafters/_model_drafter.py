@@ -41,7 +41,7 @@ class BaseModelDrafter(Drafter):
         self.capabilities = self._expander.capabilities(self.capabilities, self._children.pick_models)
 
     def open(self, request: Request) -> OfferState:
-        session, pick_model = self._expander.open(request), self._children.pick_models.of(request)
+        session, pick_model = self._expander.open(request), self._children.pick_models.for_request(request)
         return self.state_type(request, session=session, pick_model=pick_model)
 
     def grow(self, states: Sequence[OfferState], trees: Sequence[TokenTree]) -> None:

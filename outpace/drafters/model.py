@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError
-from outpace.core.types import Capabilities, Drafter, Source
+from outpace.core.types import Capabilities, Drafter, DraftSource
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.models.base import Model

@@ -21,7 +21,7 @@ from outpace.core.logits import tensor_of
 from outpace.core.noise import row_words
 from outpace.core.options import whole
 from outpace.core.tree import TokenTree
-from outpace.core.types import Capabilities, Observation, Source, TopK
+from outpace.core.types import Capabilities, DraftSource, Observation, TopK
 from outpace.drafters._children import OfferState
 from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.drafters._tree_expander import SPARE, ExpansionJob
@@ -51,7 +51,7 @@ class MultiStepDrafter(BaseModelDrafter):
     """Drafts with a draft model that has captured passes."""
 
     capabilities = Capabilities(
-        (Source("multi_step", runs_model=True),),
+        (DraftSource("multi_step", runs_model=True),),
         q_at_leaves=True,
         cost="forwards of the draft model for all levels of the tree together",
     )
@@ -83,7 +83,7 @@ class MultiStepDrafter(BaseModelDrafter):
         the position's noise, and by nothing else."""
         state, request = job.state, job.state.request
         is_bare = request.adjustments is None and request.constraint is None and not request.sampling.filters
-        is_directed = state.directives.outcomes or state.directives.in_layers
+        is_directed = state.directives.outcomes or state.directives.in_levels
         is_fresh = job.frontier == [0] and not state.session.pending
         is_plain = is_bare and not is_directed and type(request.rule) in (Greedy, Gumbel, Match)
         return is_fresh and is_plain and state.deepest(job.tree) >= self._graph.steps - 1
@@ -92,7 +92,7 @@ class MultiStepDrafter(BaseModelDrafter):
         """Score the roots by a forward, take the graph's steps, and add the children of the nodes that they expand."""
         from outpace.models.llama.cuda.multi_step import RootNode
 
-        logits = tensor_of(self._expander.score(jobs).wide())
+        logits = tensor_of(self._expander.score(jobs).to_dense())
         roots = []
         for state, _, _ in jobs:
             state.is_grown, sampling = True, state.request.sampling

@@ -105,9 +105,9 @@ class Alignment:
         return None
 
     def _equal(self, place: int, length: int) -> int:
-        """Return how many tokens before the place equal the text's last ones; `length` are known to."""
-        most = min(place, len(self._text), _COUNTED)
-        while length < most and self._prediction[place - length - 1] == self._text[-length - 1]:
+        """Return how many tokens before the place equal the text's last ones; `length` of them are known to be equal."""
+        max_length = min(place, len(self._text), _COUNTED)
+        while length < max_length and self._prediction[place - length - 1] == self._text[-length - 1]:
             length += 1
         return length
 

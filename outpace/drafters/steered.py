@@ -16,7 +16,7 @@ from typing import Any
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
-from outpace.core.types import Capabilities, Observation, Source
+from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._children import OfferState
 from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
 from outpace.drafters._tree_expander import CHUNK, TreeExpander

@@ -24,7 +24,7 @@ from outpace.engine.earlier_texts import AnswerCache
 from outpace.engine.kv_memory import KVMemory
 from outpace.engine.options import EngineOptions as EngineOptions
 from outpace.engine.scheduler import PrefillCostModel, Scheduler, Span, Unread, split_prefill_budget
-from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, isolate
+from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, run_guarded
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
 from outpace.planning.cost_model import CostModel

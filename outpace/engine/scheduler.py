@@ -24,9 +24,9 @@ _FADE = 0.98  # weight of the past, for each new pass
 _FIXED, _SLOPE = 16.0, 1 / 1500  # priors in units of a row's time: of a pass, and of a token before a row
 _EXPECTED = ((1, 0), (256, 0), (256, 256 * 4000))  # (rows, tokens before them) of the passes that represent the priors
 _WEIGHT = 0.2  # of each of these, relative to a timed pass
-_MOST = 1 / 50  # largest slope
+_MAX_SLOPE = 1 / 50  # largest slope
 _UNIT = 1024.0  # tokens; scales the equations so that the fitted numbers have similar sizes
-_LEAST = 16  # the oldest text gets at least budget / 16 tokens, however long they take
+_MIN_SHARE = 16  # the oldest text gets at least budget / 16 tokens, however long they take
 
 
 class Scheduler:
@@ -185,7 +185,7 @@ class PrefillCostModel:
         sums = self._known + _WEIGHT * expected
         _, each, more = np.linalg.solve(sums[:, :3], sums[:, 3])
         self._row = float(each) if each > 0.0 else row
-        self.slope = float(min(max(more / _UNIT / each, 0.0), _MOST)) if each > 0.0 else _SLOPE
+        self.slope = float(min(max(more / _UNIT / each, 0.0), _MAX_SLOPE)) if each > 0.0 else _SLOPE
 
 
 def _expected_time(rows: int, before: int) -> float:
@@ -229,8 +229,8 @@ def split_prefill_budget(
             text = texts[place]
             given[place] = min(text.tokens, max(tokens_within(text, min(half, left), slope), 1))
             left = max(left - prefill_time(text, given[place], slope), 0.0)
-    most = third if is_awaited else min(third + left, half if others else budget)
-    given[0] = min(oldest.tokens, max(tokens_within(oldest, most, slope), -(-budget // _LEAST)))
+    max_tokens = third if is_awaited else min(third + left, half if others else budget)
+    given[0] = min(oldest.tokens, max(tokens_within(oldest, max_tokens, slope), -(-budget // _MIN_SHARE)))
     return given
 
 

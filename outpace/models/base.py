@@ -251,7 +251,7 @@ class Model:
         its time is not used."""
         return 0
 
-    def reserve_sessions(self, count: int, most_bytes: int) -> None:
+    def reserve_sessions(self, count: int, max_bytes: int) -> None:
         """Make room for this many sessions with short texts, where sessions share a store that moves when it grows; it
         may keep up to `max_bytes`."""
 

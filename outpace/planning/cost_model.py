@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
-from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LayerYields
+from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LevelGains
 
 _CALIBRATION_FADE = (
     0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer

@@ -1,6 +1,6 @@
 """What is learnt while decoding, on a machine which other programs use too.
 
-Durations of rounds as a function of the rows that they verify, gains of draft layers, and when to try again what did
+Durations of rounds as a function of the rows that they verify, gains of draft levels, and when to try again what did
 not pay.
 """
 
@@ -302,8 +302,8 @@ class LatencyCurve:
         everything that was drafted would be verified.
         """
         known = self._known_times()
-        least = min(known, default=inf)
-        known |= {rows: time for rows, time in self._times.minima.items() if rows < least}
+        fewest = min(known, default=inf)
+        known |= {rows: time for rows, time in self._times.minima.items() if rows < fewest}
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]

@@ -13,7 +13,7 @@ from outpace.core.options import MethodOptions, number, whole
 from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER
-from outpace.planning.cost_model import MAX_PAUSE, YIELD, CostModel
+from outpace.planning.cost_model import MAX_PAUSE, PRIOR_GAIN, CostModel
 from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 # Above this chance that lookups continue the root, a model's level is not typical of what the model adds.

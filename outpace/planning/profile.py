@@ -149,8 +149,8 @@ def _checked(learnt: Any) -> dict[str, Any]:
     if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(int, curve)]):
         raise ValueError(f"a time or a row count is not a number above 0 and up to {_LARGEST:g}")
     shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
-    is_by_layer = all(isinstance(values, list) and values for values in learnt["growth"].values())
-    if not all(map(_is_number, shares)) or not is_by_layer:
+    is_by_level = all(isinstance(values, list) and values for values in learnt["growth"].values())
+    if not all(map(_is_number, shares)) or not is_by_level:
         raise ValueError(f"trust or growth is not a number from 0 to {_LARGEST:g}")
     return learnt
 

@@ -20,7 +20,7 @@ from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import AUTO, FILE, INT4, INT8, NATIVE_KV, LoadOptions
 
-MOST_PADDING = 1024  # rows by which the vocabularies of head and target may differ
+MAX_PADDING = 1024  # rows by which the vocabularies of head and target may differ
 
 
 def load_head(

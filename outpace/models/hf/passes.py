@@ -57,8 +57,8 @@ def _positive(config: Any, name: str) -> int | None:
 class TransformersSession(Session):
     """Keys and values in slots, for every layer that stores some. Growing copies layer after layer."""
 
-    def __init__(self, capacity: int, room: int, config: Any) -> None:
-        super().__init__(capacity, room)
+    def __init__(self, capacity: int, max_pending: int, config: Any) -> None:
+        super().__init__(capacity, max_pending)
         self.cache, self.layers = build_cache(config)
 
     @torch.inference_mode()
@@ -127,9 +127,9 @@ class ForwardPasses:
         self.max_positions = max_positions(self.config)
         self.num_embeddings = num_embeddings(module)
 
-    def open(self, capacity: int, room: int) -> TransformersSession:
-        """Open a session for at most `capacity` committed tokens and `room` pending nodes."""
-        return TransformersSession(min(capacity, self.max_positions), room, self.config)
+    def open(self, capacity: int, max_pending: int) -> TransformersSession:
+        """Open a session for at most `capacity` committed tokens and `max_pending` pending nodes."""
+        return TransformersSession(min(capacity, self.max_positions), max_pending, self.config)
 
     @torch.inference_mode()
     def score(self, forest: Sequence[Part], *, width: int, as_trees: bool, layers: Sequence[int] = ()) -> Tensor:

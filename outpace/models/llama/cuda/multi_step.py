@@ -21,9 +21,9 @@ from outpace.core.errors import UserError
 from outpace.core.logits import stable_top_k
 from outpace.core.noise import gumbel_from_words
 from outpace.core.tree import PREFIX
-from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Shapes
+from outpace.models.llama.cuda.captures import MAX_PENDING, WORDS, Shapes
 from outpace.models.llama.cuda.pool import GraphSession
-from outpace.models.llama.cuda.runtime import MOST_NODES, MOST_SESSIONS, GraphLlama
+from outpace.models.llama.cuda.runtime import MAX_NODES, MAX_SESSIONS, GraphLlama
 
 _NONE = float("-inf")
 
@@ -84,9 +84,9 @@ class MultiStepGraph:
 
     def __post_init__(self) -> None:
         """Raise UserError for more nodes than a captured pass has space for."""
-        if self.num_nodes > MOST_PENDING or self.width > MOST_NODES:
-            most = min(MOST_NODES, (MOST_PENDING - 1) // (self.steps - 1))
-            raise UserError(f"width is {self.width}, {self.steps} steps in one graph take at most {most}")
+        if self.num_nodes > MAX_PENDING or self.width > MAX_NODES:
+            max_nodes = min(MAX_NODES, (MAX_PENDING - 1) // (self.steps - 1))
+            raise UserError(f"width is {self.width}, {self.steps} steps in one graph take at most {max_nodes}")
 
     @property
     def num_nodes(self) -> int:
@@ -97,13 +97,13 @@ class MultiStepGraph:
         """Take the steps below roots with these logits [roots, vocab]; return the expanded nodes of each, in order,
         which are then pending in its session."""
         found = []
-        for start in range(0, len(roots), MOST_SESSIONS):
-            block = roots[start : start + MOST_SESSIONS]
+        for start in range(0, len(roots), MAX_SESSIONS):
+            block = roots[start : start + MAX_SESSIONS]
             for root in block:
                 root.session.reserve(root.session.used + self.num_nodes - 1)
-                root.session.settle()
+                root.session.apply_moves()
             self.model._place([root.session for root in block])
-            rows = self._replay(block, logits[start : start + MOST_SESSIONS])
+            rows = self._replay(block, logits[start : start + MAX_SESSIONS])
             found += [_extended(root.session, rows[root.session.place], self.num_proposals) for root in block]
         return found
 
@@ -113,7 +113,7 @@ class MultiStepGraph:
         [batch, nodes, 2 + 2 * num_proposals]"""
         model, batch = self.model, next_power_of_two(len(roots))
         longest = max(root.session.used for root in roots)
-        slots = min(next_power_of_two(longest + self.num_nodes, model.least_slots), model.pool.slots)
+        slots = min(next_power_of_two(longest + self.num_nodes, model.min_slots), model.pool.slots)
         has_noise = any(root.keys is not None for root in roots)
         key = ("steps", batch, *self._sizes, slots, has_noise, logits.shape[1])
         inputs = model._inputs(("steps", batch, self.steps), self._shapes(batch))
@@ -150,7 +150,7 @@ class MultiStepGraph:
         """Captured: compute all steps' proposals from the first step's logits."""
         batch, width = len(first), self.width
         zeros = inputs["lengths"].new_zeros(batch, 1)
-        below = zeros.repeat(1, MOST_PENDING)  # depths of the pending nodes
+        below = zeros.repeat(1, MAX_PENDING)  # depths of the pending nodes
         nodes = _Candidates(zeros.double(), zeros, zeros, zeros - 1, zeros[..., None].repeat(1, 1, WORDS))
         bits, logits, rows = _own_bit(zeros), first, []  # the root sees itself, pending node 0
         candidates: _Candidates | None = None

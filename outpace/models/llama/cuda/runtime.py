@@ -24,8 +24,8 @@ from torch import Tensor
 from outpace.core.arrays import next_power_of_two, to_device
 from outpace.core.logits import TargetOutput, tensor_of
 from outpace.models.base import Part, chain
-from outpace.models.llama.cuda.captures import MOST_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
-from outpace.models.llama.cuda.pool import LEAST, MOST_MOVES, SPARE, GraphSession, Pool, pool_shape
+from outpace.models.llama.cuda.captures import MAX_PENDING, Captures, Shapes, StaticInputs, pass_shapes, visible_bits
+from outpace.models.llama.cuda.pool import MAX_MOVES, MIN_SLOTS, SPARE, GraphSession, Pool, pool_shape
 from outpace.models.llama.torch.attention import attend_batch, attend_batch_exactly, tree_mask
 from outpace.models.llama.torch.linear import FIXED, Linear, pad_rows, rows_are_independent
 from outpace.models.llama.torch.rope_tables import RopeFactors

@@ -46,7 +46,7 @@ def _gate_kernel(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["nodes"])
 def _rotate_kernel(
-    qkv, norms, table, positions, slots, query, kv, floor, scale, most, nodes, kind_stride, row_stride, head_stride,
+    qkv, norms, table, positions, slots, query, kv, floor, scale, max_value, nodes, kind_stride, row_stride, head_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
     ROTATES: tl.constexpr,
 ):  # fmt: skip
@@ -74,8 +74,8 @@ def _rotate_kernel(
         tl.store(address, (even * scale).to(held), mask=is_there)
         tl.store(address + 1, (odd * scale).to(held), mask=is_there)
     else:  # a request whose numbers overflow must not spoil the next one in its row
-        even = tl.minimum(tl.maximum(tl.where(even == even, even, 0.0), -most), most)
-        odd = tl.minimum(tl.maximum(tl.where(odd == odd, odd, 0.0), -most), most)
+        even = tl.minimum(tl.maximum(tl.where(even == even, even, 0.0), -max_value), max_value)
+        odd = tl.minimum(tl.maximum(tl.where(odd == odd, odd, 0.0), -max_value), max_value)
         group = head - HEADS
         place = (group // GROUPS) * kind_stride + (row // nodes) * row_stride + (group % GROUPS) * head_stride
         address = kv + place + tl.load(slots + row) * WIDTH + 2 * pair
@@ -273,8 +273,8 @@ def attend(query: Tensor, kv: Tensor, inputs: dict[str, Tensor], slots: int, win
     (rows, heads, width), groups, bits = query.shape, kv.shape[2], inputs["bits"]
     batch, nodes, words = bits.shape
     mine = heads // groups * nodes
-    most, at_once = blocks_of(query.dtype, width)
-    block = min(next_power_of_two(mine, _FEW), most)
+    max_rows, at_once = blocks_of(query.dtype, width)
+    block = min(next_power_of_two(mine, _FEW), max_rows)
     blocks = -(-mine // block)
     pieces = pieces_of(slots, batch * groups * blocks)
     piece = -(-slots // (pieces * at_once)) * at_once

@@ -21,7 +21,7 @@ from outpace.core.arrays import to_device
 from outpace.core.noise import exponential_from_words, row_words
 from outpace.core.sampling import race_winners
 from outpace.core.types import Request
-from outpace.models.llama.cuda.captures import MOST_PENDING, WORDS, Captures
+from outpace.models.llama.cuda.captures import MAX_PENDING, WORDS, Captures
 from outpace.models.llama.cuda.pool import Pool
 from outpace.models.llama.cuda.runtime import GraphLlama
 
