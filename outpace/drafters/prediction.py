@@ -105,7 +105,7 @@ class Alignment:
         return None
 
     def _equal(self, place: int, length: int) -> int:
-        """Return how many tokens before the place equal the text's last ones; `length` of them are known to be equal."""
+        """Return how many tokens before the place equal the last ones of the text; `length` of them are known to."""
         max_length = min(place, len(self._text), _COUNTED)
         while length < max_length and self._prediction[place - length - 1] == self._text[-length - 1]:
             length += 1

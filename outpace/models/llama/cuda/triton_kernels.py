@@ -46,7 +46,8 @@ def _gate_kernel(gate_up, out, width, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit(do_not_specialize=["nodes"])
 def _rotate_kernel(
-    qkv, norms, table, positions, slots, query, kv, floor, scale, max_value, nodes, kind_stride, row_stride, head_stride,
+    qkv, norms, table, positions, slots, query, kv, floor, scale, max_value, nodes, kind_stride, row_stride,
+    head_stride,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
     ROTATES: tl.constexpr,
 ):  # fmt: skip
