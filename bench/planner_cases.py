@@ -34,7 +34,7 @@ from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.engine.warmup import warm_up
-from outpace.models.base import Part, captured
+from outpace.models.base import Part
 from outpace.planning.planner import Planner
 from outpace.rules.greedy import Greedy
 
@@ -97,7 +97,7 @@ class World:
         self._has_drafted = False  # in the last round
         self._shapes = set[tuple[str, int, int]]()  # that were captured
         self._usual, self._taken, self._ready = 4.0, 0, 0  # draft steps a round; of this round; computed in advance
-        self.num_steps = 1  # that the last growth computed
+        self.num_captures = Counter[str]()  # by kind
 
     def clock(self) -> float:
         """Return the time in seconds."""
@@ -138,18 +138,17 @@ class World:
             self._shapes.add(shape)
             if self.rounds:
                 self.hide(self.setting.amount * self.setting.target_pass)
-                captured.count += 1
+                self.num_captures[kind] += 1
 
     def _step_in_advance(self, seconds: float, nodes: int, is_reading: bool) -> float:
-        """Return the seconds of a step if several are computed at once, as `drafters/_multi_step.py` does."""
+        """Return the seconds of a step if several are computed at once, which the planner does not know."""
         setting = self.setting
         if is_reading or not self._ready:
-            self.num_steps = _power_of_two(max(1, round(self._usual) - self._taken + 1) + 1) // 2
-            self._ready = self.num_steps - 1
+            self._ready = _power_of_two(max(1, round(self._usual) - self._taken + 1) + 1) // 2 - 1
             seconds += self._ready * (setting.draft_step + setting.draft_row * (nodes - 1))
             seconds += setting.amount * setting.target_pass * is_reading
         else:
-            self._ready, self.num_steps, seconds = self._ready - 1, 0, 0.0
+            self._ready, seconds = self._ready - 1, 0.0
         self._taken += 1
         return seconds
 
@@ -192,6 +191,11 @@ class ClockedTable(TableModel):
         self._weight_bytes = 1000 if agreement is None else 150
         self._world = world
         self._run = world.run_target if agreement is None else world.run_draft
+        self._graphs = "capture (flagged)" if agreement is None else "graph of draft step (flagged)"
+
+    @property
+    def num_captures(self) -> int:
+        return self._world.num_captures[self._graphs]
 
     @property
     def weight_bytes(self) -> int:
@@ -209,22 +213,14 @@ def build_drafter(world: World, width: int) -> Any:
     """Build the drafter `model`, with the hidden costs of drafters."""
     table = ClockedTable(world, world.setting.agreement)
     drafter = draft_model.build(draft_model.Options(width=width), given=BuildContext(draft=table))
-    grow, observe = drafter.grow, drafter.observe
+    observe = drafter.observe
 
     def observed(state: Any, seen: Any) -> None:
         world.hide(world.setting.amount * world.setting.target_pass)
         observe(state, seen)
 
-    def grown(states: Any, trees: Any) -> None:
-        world.num_steps = 1
-        grow(states, trees)
-        for state in states:
-            state.num_steps = world.num_steps
-
     if world.setting.hidden == "slow observe":
         drafter.observe = observed
-    if world.setting.hidden == "steps in advance":
-        drafter.grow = grown
     return drafter
 
 
