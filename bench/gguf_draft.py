@@ -23,7 +23,7 @@ from outpace.bench.peer import PeerSettings
 from outpace.bench.peers.llama_cpp import open_llama
 from outpace.bench.peers.llama_cpp_draft import build
 from outpace.core.arrays import num_cores
-from outpace.distill.kinds.standalone import SHIPPED, resolve_draft
+from outpace.distill.draft_shape import SHIPPED, resolve_draft
 from outpace.distill.prompts import BUILT_IN, collect
 from outpace.distill.run import write_gguf
 from outpace.models.files.find import locate, open_source

@@ -18,7 +18,7 @@ import outpace
 from outpace.cli.main import main
 from outpace.core.stats import merge_stats
 from outpace.distill.batches import Packer, read_samples
-from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.student import EMBEDDING, Student

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import outpace
 from outpace.cli.distill import seconds
 from outpace.core.errors import UserError
-from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.models.files.cache import exclusive_lock

@@ -20,10 +20,10 @@ from test_distill_heads import TAPS, sample_of
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, Packer, TrainingBatch, read_samples
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import dspark
-from outpace.distill.kinds.dspark import BLOCK, DSparkStudent, new_student, shape_from_options, vocab_ids
-from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.kinds.dspark import BLOCK, DSparkStudent
 from outpace.distill.losses import LossOptions
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill, save_evaluation
@@ -50,7 +50,9 @@ def target(run: DistillOptions) -> Loaded:
 def student_of(run: DistillOptions) -> DSparkStudent:
     """Return the trained head, read from its folder."""
     draft = run.out / "draft"
-    return new_student(Path(str(run.target)), DraftShape(vocab=120, draft=draft), vocab_ids(draft), taps=TAPS)
+    return DSparkStudent.new(
+        Path(str(run.target)), DraftShape(vocab=120, draft=draft), DSparkStudent.vocab_ids(draft), taps=TAPS
+    )
 
 
 def paths_from(tokens: Sequence[int], anchor: int) -> list[list[int]]:
@@ -262,7 +264,7 @@ def test_a_head_is_evaluated_by_the_time_of_a_block(run: DistillOptions) -> None
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:
     """It keeps the head's taps, block, mask token and vocabulary; text without hidden states will do."""
-    shape = shape_from_options("3", str(run.out / "draft"), 0, None)
+    shape = DSparkStudent.shape_from_options("3", str(run.out / "draft"), 0, None)
     text = replace(run, kind="standalone", shape=DraftShape("1"), taps=None, out=tmp_path / "out", stage="text")
     distill(text, silent)
     train = replace(run.train, tokens=300)
@@ -275,9 +277,9 @@ def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> No
     for name in ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "markov_rank"):
         assert configs[0].split(f'"{name}"')[1].split('"')[0] == configs[1].split(f'"{name}"')[1].split('"')[0]
     with pytest.raises(UserError, match="leave out --layers"):
-        shape_from_options("2", str(run.out / "draft"), 0, None)
+        DSparkStudent.shape_from_options("2", str(run.out / "draft"), 0, None)
     with pytest.raises(UserError, match="folder of a DSpark head"):
-        shape_from_options("3", str(run.target), 0, None)
+        DSparkStudent.shape_from_options("3", str(run.target), 0, None)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "z-lab"])
@@ -287,15 +289,15 @@ def test_a_public_head_goes_on_by_the_formulas(layout: str, tmp_path: Path) -> N
     save_file(weights, target / "model.safetensors")
     config = block_heads.block_config(**block_heads.DSPARK)
     head = block_heads.write_block(tmp_path / "head", layout, **block_heads.DSPARK)
-    shape = shape_from_options("3", str(head), 0, None)
-    student = new_student(target, shape, vocab_ids(head), taps=block_heads.TAPS)
-    dspark.write(tmp_path / "again", student, target, shape, {})
+    shape = DSparkStudent.shape_from_options("3", str(head), 0, None)
+    student = DSparkStudent.new(target, shape, DSparkStudent.vocab_ids(head), taps=block_heads.TAPS)
+    student.write(tmp_path / "again", target, shape, {})
     hidden = np.random.default_rng(0).standard_normal((3, 9, block_heads.WIDTH)).astype(np.float32)
     known = torch.from_numpy(np.pad(hidden, ((0, 0), (0, 1), (0, 0))).swapaxes(0, 1).reshape(1, 10, -1))
     text = torch.arange(40, 50)[None]
     packed = PackedRows(text, torch.arange(10)[None], torch.zeros_like(text), torch.arange(10), known)
     reference = block_heads.BlockReference(config, block_heads.block_tensors(config))
-    again = new_student(target, replace(shape, draft=tmp_path / "again"), student.ids, taps=block_heads.TAPS)
+    again = DSparkStudent.new(target, replace(shape, draft=tmp_path / "again"), student.ids, taps=block_heads.TAPS)
     for found, bound in ((student, 1e-4), (again, 0.3)):  # the second was rounded to bfloat16
         with torch.no_grad():
             outputs = found.blocks(packed, torch.tensor([9]))[0, 0]
@@ -309,4 +311,4 @@ def test_a_public_head_goes_on_by_the_formulas(layout: str, tmp_path: Path) -> N
     for changes in ({"markov_head_type": "gated"}, {"sample_from_anchor": False}, {"is_causal": True}):
         other = block_heads.write_block(tmp_path / str(changes), "z-lab", **block_heads.DSPARK | changes)
         with pytest.raises(UserError, match="such heads are not trained"):
-            new_student(target, replace(shape, draft=other), student.ids, taps=block_heads.TAPS)
+            DSparkStudent.new(target, replace(shape, draft=other), student.ids, taps=block_heads.TAPS)

@@ -16,7 +16,7 @@ from test_four_bits import folders
 from torch import Tensor
 
 from outpace.distill.batches import PackedRows
-from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, write_draft
+from outpace.distill.draft_shape import DraftShape, draft_config
 from outpace.distill.student import Student
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def test_a_student_scores_as_transformers_does(name: str, pairs: Callable[[str],
     pair = pairs(name)
     with Checkpoint.open(pair.folder) as checkpoint:
         count = from_dict(checkpoint.config).num_layers
-    student = new_student(pair.folder, DraftShape(str(count)), None)
+    student = Student.new(pair.folder, DraftShape(str(count)), None)
     for text, found in zip(TEXTS, logits_of(student, TEXTS), strict=True):
         expected = pair.logits(text)
         assert expected.std() > 0.1
@@ -63,10 +63,10 @@ def test_a_draft_is_what_both_load(name: str, pairs: Callable[[str], Pair], tmp_
     with Checkpoint.open(folder) as checkpoint:
         config = draft_config(checkpoint.config, shape)
         sizes = from_dict(checkpoint.config)
-    student = new_student(folder, shape, None)
+    student = Student.new(folder, shape, None)
     for value in student.tensors.values():
         value.data.copy_(value.data.bfloat16())
-    write_draft(tmp_path / "draft", student, config, folder)
+    student.save(tmp_path / "draft", config, folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "draft", attn_implementation="eager", dtype=torch.float32
     )

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, read_samples
-from outpace.distill.kinds.eagle3 import Eagle3Student, new_student, shape_from_options, vocab_ids
-from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.draft_shape import DraftShape
+from outpace.distill.kinds.eagle3 import Eagle3Student
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.train import CHAIN
@@ -46,7 +46,9 @@ def target(run: DistillOptions) -> Loaded:
 def student_of(run: DistillOptions) -> Eagle3Student:
     """Return the trained head, read from its folder."""
     draft = run.out / "draft"
-    return new_student(Path(str(run.target)), DraftShape(vocab=120, draft=draft), vocab_ids(draft), taps=TAPS)
+    return Eagle3Student.new(
+        Path(str(run.target)), DraftShape(vocab=120, draft=draft), Eagle3Student.vocab_ids(draft), taps=TAPS
+    )
 
 
 def sample_of(run: DistillOptions) -> tuple[list[int], np.ndarray, int]:
@@ -207,7 +209,7 @@ def test_the_text_stays_the_same_and_the_estimate_is_right(run: DistillOptions) 
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:
     """It keeps the head's taps, also where none are named, and its vocabulary. Other layers are refused."""
-    shape = shape_from_options("3", str(run.out / "draft"), 0, None)
+    shape = Eagle3Student.shape_from_options("3", str(run.out / "draft"), 0, None)
     assert shape.vocab == 120
     (tmp_path / "out").mkdir()
     shutil.copytree(run.out / "text", tmp_path / "out" / "text")
@@ -232,7 +234,7 @@ def test_a_damaged_vocabulary_is_refused_by_name(damage: Any, says: str, run: Di
     tensors = load_file(head / "model.safetensors")
     save_file(tensors | {"d2t": damage(tensors["d2t"]).clone()}, head / "model.safetensors")
     with pytest.raises(UserError, match=says):
-        distill(replace(run, stage="train", shape=shape_from_options("3", str(head), 0, None)), silent)
+        distill(replace(run, stage="train", shape=Eagle3Student.shape_from_options("3", str(head), 0, None)), silent)
 
 
 def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ def test_what_does_not_fit_is_refused_by_name(run: DistillOptions, tmp_path: Pat
         (("3", str(run.out / "draft"), 50), "leave out --vocab"),
     ):
         with pytest.raises(UserError, match=says):
-            shape_from_options(*options, None)
+            Eagle3Student.shape_from_options(*options, None)
     needed = replace(run, out=tmp_path / "full", stage="text", tokens=10**12)
     with pytest.raises(UserError, match="name fewer with --tokens"):
         distill(needed, silent)

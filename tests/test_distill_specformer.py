@@ -18,15 +18,11 @@ from safetensors.torch import load_file
 from outpace.core.errors import UserError
 from outpace.distill import evaluate
 from outpace.distill.batches import PackedRows, Packer, read_samples
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.kinds.specformer import (
     SLOTS,
     SpecFormerStudent,
-    default_taps,
-    new_student,
-    shape_from_options,
-    vocab_ids,
 )
-from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
@@ -34,7 +30,7 @@ from outpace.models.base import chain
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
-TAPS = default_taps(4)
+TAPS = SpecFormerStudent.default_taps(4)
 
 
 @pytest.fixture(scope="module", params=HEAD_TARGETS)
@@ -53,7 +49,9 @@ def target(run: DistillOptions) -> Loaded:
 def student_of(run: DistillOptions) -> SpecFormerStudent:
     """Return the trained head, read from its folder."""
     draft = run.out / "draft"
-    return new_student(Path(str(run.target)), DraftShape(vocab=120, draft=draft), vocab_ids(draft), taps=TAPS)
+    return SpecFormerStudent.new(
+        Path(str(run.target)), DraftShape(vocab=120, draft=draft), SpecFormerStudent.vocab_ids(draft), taps=TAPS
+    )
 
 
 def largest_difference(run: DistillOptions, target: Loaded, student: SpecFormerStudent) -> float:
@@ -182,7 +180,7 @@ def test_a_head_is_evaluated_by_the_time_of_all_slots(run: DistillOptions, monke
 
 def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> None:
     """It keeps the head's taps and vocabulary. What does not fit is refused by name."""
-    shape = shape_from_options("3", str(run.out / "draft"), 0, None)
+    shape = SpecFormerStudent.shape_from_options("3", str(run.out / "draft"), 0, None)
     assert shape.vocab == 120
     shutil.copytree(run.out / "text", tmp_path / "out" / "text")
     again = replace(run, out=tmp_path / "out", shape=shape, stage="train", train=replace(run.train, tokens=300))
@@ -199,7 +197,7 @@ def test_training_goes_on_from_a_head(run: DistillOptions, tmp_path: Path) -> No
         (("3", str(run.out / "draft"), 50), "leave out --vocab"),
     ):
         with pytest.raises(UserError, match=says):
-            shape_from_options(*options, None)
+            SpecFormerStudent.shape_from_options(*options, None)
 
 
 def test_a_head_of_another_target_is_refused(run: DistillOptions, tmp_path: Path) -> None:

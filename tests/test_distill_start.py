@@ -10,16 +10,13 @@ from distill_files import pack
 from distill_files import target as target
 
 from outpace.core.errors import UserError
-from outpace.distill.kinds.standalone import (
+from outpace.distill.draft_shape import (
     DraftShape,
     draft_config,
-    new_student,
     pick_layers,
     save_vocab_ids,
-    shape_from_options,
-    write_draft,
 )
-from outpace.distill.student import EMBEDDING
+from outpace.distill.student import EMBEDDING, Student
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.pairs import SHIPPED_FOLDER
 
@@ -42,17 +39,17 @@ def test_layers_are_a_count_or_a_list(layers: str, expected: list[int] | None) -
 def test_training_continues_from_a_draft_whole_or_packed(target: Path, tmp_path: Path) -> None:
     """The student has the draft's weights as they were stored, and the target's embeddings."""
     shape, ids = DraftShape("0,1", vocab=40), torch.arange(3, 43)
-    student = new_student(target, shape, ids)
+    student = Student.new(target, shape, ids)
     assert EMBEDDING not in student.trained
     for value in student.trained.values():
         value.data.add_(torch.randn_like(value), alpha=0.1)
     config = draft_config(read_json(target / "config.json"), shape)
-    write_draft(tmp_path / "draft", student, config, target)
+    student.save(tmp_path / "draft", config, target)
     pack(tmp_path / "draft", tmp_path / "packed")
     for name in ("draft", "packed"):
-        continued = shape_from_options("3", str(tmp_path / name), 0, str(target))
+        continued = Student.shape_from_options("3", str(tmp_path / name), 0, str(target))
         assert continued == DraftShape("0,1", 40, tmp_path / name)
-        found = new_student(target, continued, ids)
+        found = Student.new(target, continued, ids)
         assert found.trained.keys() == student.trained.keys()
         for weight, value in found.trained.items():
             assert torch.equal(value, student.tensors[weight].bfloat16().float())
@@ -64,5 +61,5 @@ def test_training_continues_from_a_draft_whole_or_packed(target: Path, tmp_path:
 
 
 def test_the_shipped_draft_can_be_trained_further() -> None:
-    shape = shape_from_options("3", "shipped", 0, "SmolLM2-135M-Instruct")
+    shape = Student.shape_from_options("3", "shipped", 0, "SmolLM2-135M-Instruct")
     assert shape == DraftShape("0,14,29", 10240, SHIPPED_FOLDER / "smollm2-135m-instruct")

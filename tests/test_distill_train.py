@@ -22,6 +22,7 @@ from test_work import Waits
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Labels, Packer, read_samples
+from outpace.distill.draft_shape import VOCAB_FILE, DraftShape, read_vocab_ids
 from outpace.distill.evaluate import (
     MIN_ROUNDS,
     POSITIONS,
@@ -33,7 +34,6 @@ from outpace.distill.evaluate import (
     predicted_speedups,
     reliable_rates,
 )
-from outpace.distill.kinds.standalone import VOCAB_FILE, DraftShape, new_student, read_vocab_ids
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.run import distill, save_evaluation, write_plot
 from outpace.distill.student import Student
@@ -61,7 +61,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(target: Path, made: Path, 
     """Bit by bit, on one thread: weights, moments and the learning curve's last point."""
 
     def trainer(folder: Path) -> Trainer:
-        student = new_student(target, DraftShape(layers="0,1"), None)
+        student = Student.new(target, DraftShape(layers="0,1"), None)
         options = TrainOptions(rows=2, length=64, warmup=3, tokens=2500, save_every=1e9)
         return Trainer(student, made / "text", folder, options)
 
@@ -108,7 +108,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(target: Path, tmp_
     assert point["loss"] > 0
 
     def on(folder: Path, tokens: int) -> Trainer:
-        student = new_student(target, options.shape, read_vocab_ids(options.out / "training" / VOCAB_FILE))
+        student = Student.new(target, options.shape, read_vocab_ids(options.out / "training" / VOCAB_FILE))
         trainer = Trainer(student, options.out / "text", folder, replace(options.train, tokens=tokens))
         trainer.resume()
         trainer.run(lambda figures: None)
@@ -137,7 +137,7 @@ def test_an_evaluation_that_cannot_be_saved_is_an_error(target: Path, made: Path
 
 
 def test_a_torn_checkpoint_and_too_short_a_time_are_errors(target: Path, made: Path, tmp_path: Path) -> None:
-    student = new_student(target, DraftShape("2"), None)
+    student = Student.new(target, DraftShape("2"), None)
     trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=1e-6, length=64))
     with pytest.raises(UserError, match="is too short: 1 steps took"):
         trainer.run(lambda figures: None)
@@ -151,7 +151,7 @@ def test_a_curve_that_was_cut_off_or_cannot_be_written(target: Path, made: Path,
     curve = tmp_path / "out" / "curve.jsonl"
     points = read_curve(curve)
     curve.write_text(curve.read_text() + '{"step": 90, "los')
-    student = new_student(target, DraftShape("0,1", vocab=120), read_vocab_ids(tmp_path / "out" / VOCAB_FILE))
+    student = Student.new(target, DraftShape("0,1", vocab=120), read_vocab_ids(tmp_path / "out" / VOCAB_FILE))
     trainer = Trainer(student, made / "text", tmp_path / "out", TrainOptions(tokens=3000, length=64))
     assert trainer.resume()
     assert read_curve(curve) == points
@@ -179,7 +179,7 @@ def test_the_written_draft_equals_the_student(target: Path, made: Path) -> None:
 
 def test_packed_samples_do_not_see_one_another(target: Path, made: Path) -> None:
     samples, _ = read_samples(made / "text", 64)
-    student = new_student(target, DraftShape("2"), None)
+    student = Student.new(target, DraftShape("2"), None)
     packer = Packer(2, 128, 272, None, torch.device("cpu"))
     (rows, *_) = packer.epoch(samples, 0, 0)
     assert len(rows[0]) > 1
@@ -294,7 +294,7 @@ def test_judgement_and_its_files(target: Path, made: Path) -> None:
 
 def test_a_time_budget_becomes_tokens_after_the_first_steps(target: Path, made: Path, tmp_path: Path) -> None:
     """The first steps, which compile and warm up, say nothing of the others."""
-    student = new_student(target, DraftShape("2"), None)
+    student = Student.new(target, DraftShape("2"), None)
     trainer = Trainer(student, made / "text", tmp_path, TrainOptions(seconds=100.0, length=64))
     seconds = 0.0
     for step in range(1, 40):

@@ -12,7 +12,6 @@ from distill_files import target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill import text
-from outpace.distill.kinds.standalone import target_config
 from outpace.distill.text import load_target
 from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer
 from outpace.models.base import Model, chain
@@ -119,7 +118,7 @@ def test_a_target_of_a_shape_that_the_kernels_refuse_runs_by_torch(
 def test_a_model_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
     other = target_folder(tmp_path / "other", **changes)
     with Checkpoint.open(other) as checkpoint, pytest.raises(UserError, match=named):
-        target_config(checkpoint)
+        checkpoint.read_config()
 
 
 @pytest.mark.parametrize(("name", "value"), [("rows", 0), ("max_tokens", 0), ("top", 0), ("seed", -1)])

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 import outpace
 from outpace.cli.main import main
 from outpace.core.errors import UserError
-from outpace.distill.kinds.standalone import DraftShape, draft_config, new_student, write_draft
+from outpace.distill.draft_shape import DraftShape, draft_config
+from outpace.distill.student import Student
 from outpace.models.base import chain
 from outpace.models.files import pairs
 from outpace.models.files.find import is_packed, open_source, resolve
@@ -32,7 +33,7 @@ def draft_of(target: Path, out: Path, **changes: Any) -> Path:
     ids = torch.arange(0, 200, 2)
     shape = DraftShape("1", vocab=len(ids))
     config = draft_config(read_json(target / "config.json"), shape) | changes
-    write_draft(out, new_student(target, shape, ids), config, target)
+    Student.new(target, shape, ids).save(out, config, target)
     (out / "README.md").write_text("a card\n")
     return out
 
@@ -70,7 +71,7 @@ def test_the_embedding_of_a_gguf_target(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "target.gguf", kind="Q4_1")
     folder = resolve(str(file))
     packed = pack(draft_of(folder, tmp_path / "draft"), tmp_path / "packed")
-    trained = new_student(folder, DraftShape("1"), None).tensors[EMBEDDING]
+    trained = Student.new(folder, DraftShape("1"), None).tensors[EMBEDDING]
     with open_source(packed, file) as source:
         assert torch.equal(source.tensor(EMBEDDING), trained.bfloat16())
     with outpace.load(file, packed, method="speculative", drafter="model") as llm:

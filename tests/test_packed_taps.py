@@ -12,8 +12,8 @@ from distill_files import HEAD_TARGETS, settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.kinds import KINDS
-from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.options import DistillOptions
 from outpace.distill.packed_target import PackedTarget
 from outpace.distill.run import check, distill
@@ -84,7 +84,7 @@ def test_half_precision_is_near(target: Path) -> None:
 
 def first_losses(kind: str, target: Path, text: str, folder: Path, device: str = "cpu") -> tuple[list[float], float]:
     """Return the losses of the first steps, and the agreement after them."""
-    student = KINDS[kind].new_student(target, DraftShape(), None, device, TAPS)
+    student = KINDS[kind].new(target, DraftShape(), None, device, TAPS)
     options = TrainOptions(rows=2, length=LENGTH, tokens=1000, warmup=2)
     trainer = Trainer(student, target.parents[1] / text, folder, options, PackedTarget(target, TAPS, device).taps)
     batches = trainer._batches()

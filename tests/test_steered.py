@@ -22,8 +22,8 @@ from outpace.core.stats import merge_stats
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.distill.batches import PackedRows, Packer, read_samples
-from outpace.distill.kinds import steered as kind
-from outpace.distill.kinds.standalone import DraftShape
+from outpace.distill.draft_shape import DraftShape
+from outpace.distill.kinds.steered import SteeredStudent
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill
 from outpace.distill.train import CHAIN, agreement
@@ -147,8 +147,8 @@ def largest_difference(draft: Loaded, student: Any, width: int) -> float:
 
 
 def student_of(options: DistillOptions) -> Any:
-    shape = kind.shape_from_options("3", str(options.out / "draft"), 0, None)
-    return kind.new_student(Path(str(options.target)), shape, None, taps=TAPS)
+    shape = SteeredStudent.shape_from_options("3", str(options.out / "draft"), 0, None)
+    return SteeredStudent.new(Path(str(options.target)), shape, None, taps=TAPS)
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def trained(folder: Path) -> DistillOptions:
     shutil.copytree(folder / "plain" / "draft", plain, ignore=shutil.ignore_patterns(STEERING))
     base = settings(folder / "target" / "model", folder / "out", kind="steered", taps=TAPS, tokens=3000)
     train = replace(base.train, tokens=6000, learning_rate=1e-2)
-    options = replace(base, train=train, shape=kind.shape_from_options("3", str(plain), 0, None))
+    options = replace(base, train=train, shape=SteeredStudent.shape_from_options("3", str(plain), 0, None))
     for stage in ("text", "train"):
         distill(replace(options, stage=stage), silent)
     return options
@@ -328,7 +328,7 @@ def test_training_begins_with_the_draft_and_gains(trained: DistillOptions) -> No
     packer = Packer(2, 64, 272, None, torch.device("cpu"))
     before, after = (
         agreement(
-            kind.new_student(Path(str(trained.target)), replace(trained.shape, draft=one), None, taps=TAPS),
+            SteeredStudent.new(Path(str(trained.target)), replace(trained.shape, draft=one), None, taps=TAPS),
             packer,
             greedy,
         )
@@ -349,7 +349,10 @@ def test_training_goes_on_from_a_steered_draft(trained: DistillOptions, tmp_path
     draft = tmp_path / "draft"
     shutil.copytree(trained.out / "draft", draft)
     again = replace(
-        trained, out=tmp_path / "out", shape=kind.shape_from_options("3", str(draft), 0, None), stage="train"
+        trained,
+        out=tmp_path / "out",
+        shape=SteeredStudent.shape_from_options("3", str(draft), 0, None),
+        stage="train",
     )
     again.out.mkdir()
     (again.out / "text").symlink_to(trained.out / "text")
@@ -411,5 +414,5 @@ def test_methods_and_options_that_do_not_fit_are_refused(folder: Path) -> None:
         (("3", str(folder), 0), "folder of a draft"),
     ):
         with pytest.raises(UserError, match=says):
-            kind.shape_from_options(*given, str(folder / "target" / "model"))
-    assert kind.shape_from_options("3", "layers", 0, None).draft is not None  # the shipped one
+            SteeredStudent.shape_from_options(*given, str(folder / "target" / "model"))
+    assert SteeredStudent.shape_from_options("3", "layers", 0, None).draft is not None  # the shipped one

@@ -14,7 +14,7 @@ from files import TEMPLATE, folder_of, set_fields, write_gguf
 from safetensors.torch import load_file, save_file
 
 from outpace.core.errors import UserError
-from outpace.distill.kinds.standalone import DraftShape, draft_config
+from outpace.distill.draft_shape import DraftShape, draft_config
 from outpace.distill.report import provenance
 from outpace.models.base import chain
 from outpace.models.files.checkpoint import Checkpoint

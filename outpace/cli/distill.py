@@ -155,7 +155,7 @@ def _write_prompts(count: int, options: DistillOptions, begins: tuple[str, ...])
 
 
 def _write_gguf(run: Path, target: str | None, file: Path) -> None:
-    from outpace.distill.kinds.standalone import resolve_draft
+    from outpace.distill.draft_shape import resolve_draft
     from outpace.distill.run import write_gguf
     from outpace.models.files.find import locate
 
@@ -200,9 +200,9 @@ def _options(
     device: str,
     seed: int,
 ) -> DistillOptions:
+    from outpace.distill.draft_shape import resolve_draft
     from outpace.distill.evaluate import EvaluationOptions
-    from outpace.distill.kinds import KINDS, LEARNING_RATES
-    from outpace.distill.kinds.standalone import resolve_draft
+    from outpace.distill.kinds import KINDS
     from outpace.distill.losses import LossOptions
     from outpace.distill.options import DistillOptions
     from outpace.distill.prompts import BUILT_IN
@@ -229,8 +229,7 @@ def _options(
             display.say(f"kind: {kind}{more}, because {why}; --kind names another")
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    rate = training.learning_rate
-    rate = LEARNING_RATES.get(kind, TrainOptions.learning_rate) if rate is None else rate
+    rate = KINDS[kind].learning_rate if training.learning_rate is None else training.learning_rate
     says = f"temperatures is {text.temperatures!r}, it must be numbers as in 0,0.8,1"
     taps_says = f"taps is {text.taps!r}, it must be numbers of layers as in 2,15,27"
     train = TrainOptions(

@@ -10,9 +10,9 @@ from typing import Any
 
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.options import CheckedOptions, number, whole
+from outpace.distill.draft_shape import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import KINDS
-from outpace.distill.kinds.standalone import DraftShape
 from outpace.distill.prompts import BUILT_IN
 from outpace.distill.taps import tap_list
 from outpace.distill.train import TrainOptions

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from outpace.distill.batches import PackedRows
-from outpace.distill.kinds.standalone import target_config
 from outpace.distill.student import EMBEDDING, Student
 from outpace.models.files.find import open_folder
 from outpace.models.llama.config.llama_config import tensor_shapes
@@ -39,7 +38,7 @@ class PackedTarget:
     @cached_property
     def _layers(self) -> Student:
         with open_folder(self._folder) as checkpoint:
-            whole = target_config(checkpoint)
+            whole = checkpoint.read_config()
             config = whole.of_layers(range(self._taps[-1]))
             tensors = {
                 name: checkpoint.tensor(name).to(self._device, self._dtype(shape))

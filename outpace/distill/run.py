@@ -14,18 +14,9 @@ from typing import NamedTuple
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Sample, frequent_tokens, read_samples
+from outpace.distill.draft_shape import VOCAB_FILE, DraftShape, chosen_vocab_ids, draft_config, save_vocab_ids
 from outpace.distill.evaluate import STEERED_DRAFT, TRAINED, Evaluation, evaluate, tokens_per_second
-from outpace.distill.kinds import KINDS, LEARNING_RATES
-from outpace.distill.kinds.standalone import (
-    VOCAB_FILE,
-    DraftShape,
-    chosen_vocab_ids,
-    draft_config,
-    new_student,
-    save_vocab_ids,
-    target_config,
-    write_draft,
-)
+from outpace.distill.kinds import KINDS
 from outpace.distill.options import DRAFT, START, STEERED, TEXT, TRAINING, DistillOptions, stage_lock
 from outpace.distill.packed_target import PackedTarget
 from outpace.distill.progress_display import StageProgress
@@ -115,7 +106,7 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
     texts = collect(options.prompts) if options.runs("text") else []
     if target is not None:
         with open_folder(target) as checkpoint:
-            sizes = target_config(checkpoint)
+            sizes = checkpoint.read_config()
             if options.runs("text"):
                 max_prompt_length(options.writer, sizes.max_positions)
             taps = options.taps_of(checkpoint.config, sizes)
@@ -204,7 +195,7 @@ def start_stage(options: DistillOptions, target: Path) -> None:
     with open_folder(target) as source:
         config = draft_config(source.config, options.shape)
     del config["outpace"]["draft_window"]
-    write_draft(options.out / DRAFT, new_student(target, options.shape, None), config, target)
+    Student.new(target, options.shape, None).save(options.out / DRAFT, config, target)
 
 
 def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
@@ -243,10 +234,9 @@ def train_stage(options: DistillOptions, target: Path, progress: StageProgress) 
         steers=options.steers,
     )
     origin = {**next(read_shards(text)).origin, **({"target": options.target} if options.target else {})}
-    write = KINDS[options.kind].write
     trainer.run(
         lambda figures: progress("steering" if options.kind == "steered" else "training", figures),
-        save=lambda student: write(options.out / DRAFT, student, target, options.shape, origin),
+        save=lambda student: student.write(options.out / DRAFT, target, options.shape, origin),
     )
 
 
@@ -264,7 +254,7 @@ def _steering(options: DistillOptions) -> DistillOptions:
         shards=options.text_folder,
         taps=options.writer.taps,
         shape=draft,
-        train=replace(options.train, learning_rate=LEARNING_RATES["steered"]),
+        train=replace(options.train, learning_rate=KINDS["steered"].learning_rate),
     )
 
 
@@ -282,7 +272,7 @@ def _new_student(options: DistillOptions, target: Path, samples: Sequence[Sample
         if ids is not None:
             folder.mkdir(parents=True, exist_ok=True)
             save_vocab_ids(folder / VOCAB_FILE, ids)
-    return KINDS[options.kind].new_student(target, shape, ids, options.device, options.taps or ())
+    return KINDS[options.kind].new(target, shape, ids, options.device, options.taps or ())
 
 
 def evaluation_stage(options: DistillOptions, progress: StageProgress) -> Evaluation:

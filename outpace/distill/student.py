@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch
+from outpace.distill.draft_shape import (
+    LAYERS,
+    DraftShape,
+    draft_config,
+    pick_layers,
+    read_vocab_ids,
+    resolve_draft,
+    save_vocab_ids,
+)
 from outpace.distill.losses import LossOptions, loss
+from outpace.models.files.cache import replaced_folder
+from outpace.models.files.checkpoint import SINGLE, Checkpoint
+from outpace.models.files.find import open_folder
+from outpace.models.files.reading import write_json
+from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.gemma import ATTENTION_NORM, MLP_OUTPUT_NORM
-from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.torch.rope_tables import frequencies_of
+from outpace.models.llama.weight_sources import source_of
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "added_tokens.json"),
+)
 
 
 class Student:
-    """The weights of a draft in training. `ids`: its reduced vocabulary; None: all tokens. `taps`: numbers of layers
-    after which it reads the target's hidden states."""
+    """A draft in training, here of the kind standalone: a small model of the target's architecture, from some of its
+    layers or an earlier draft. Subclasses are the other kinds.
 
+    `ids`: its reduced vocabulary; None: all tokens. `taps`: numbers of layers after which it reads the target's hidden
+    states.
+    """
+
+    learning_rate: ClassVar[float] = 1e-3  # the default for this kind
     taps: tuple[int, ...] = ()
 
     def __init__(self, config: LlamaConfig, tensors: Mapping[str, Tensor], ids: Tensor | None) -> None:
@@ -34,6 +62,80 @@ class Student:
         self.tensors = {name: one.detach().clone().requires_grad_(name not in FROZEN) for name, one in tensors.items()}
         head = self.tensors[EMBEDDING if config.tie_embeddings else HEAD]
         self._head = head if ids is None else head[ids]  # [ids, hidden]
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """Return the numbers of layers after which a draft reads the hidden states of a target of `num_layers`."""
+        return ()
+
+    @classmethod
+    def shape_from_options(cls, layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
+        """Return the shape for these options; `init` may also be the folder of a draft to train further, or `shipped`
+        for the one that comes with outpace for the target of this name.
+
+        UserError for options that the kind does not use, and for a shape together with a draft, which has its own.
+        """
+        if init == LAYERS:
+            return DraftShape(layers, vocab)
+        shape = DraftShape.of_draft(Path(resolve_draft("init", init, target)))
+        if DraftShape(layers, vocab) != DraftShape():
+            raise UserError(f"the draft {init} has a shape of its own: leave out --layers and --vocab")
+        return shape
+
+    @classmethod
+    def vocab_ids(cls, folder: Path) -> Tensor | None:
+        """Return the reduced vocabulary of an earlier draft in `folder`, int64 [ids]; None if it has all tokens."""
+        return read_vocab_ids(folder / VOCAB_FILE)
+
+    @classmethod
+    def trained_shapes(
+        cls, target: Checkpoint, shape: DraftShape, taps: Sequence[int] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the trained tensors; UserError for a shape or an earlier draft that does not fit the
+        target."""
+        shapes = tensor_shapes(from_dict(draft_config(target.config, shape)))
+        trained = {name: size for name, size in shapes.items() if name not in FROZEN}
+        if shape.draft is not None:
+            with Checkpoint.open(shape.draft) as draft:
+                draft.check_shapes(trained)
+        return trained
+
+    @classmethod
+    def new(
+        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+    ) -> Student:
+        """Return the draft as its training begins. Its embeddings and output layer are the target's."""
+        with open_folder(target) as checkpoint:
+            config = from_dict(draft_config(checkpoint.config, shape))
+            layers = pick_layers(shape, checkpoint.read_config().num_layers)
+            tensors = {name: checkpoint.tensor(source_of(name, layers)).float() for name in tensor_shapes(config)}
+            trained = Student.trained_shapes(checkpoint, shape)
+        if shape.draft is not None:
+            with Checkpoint.open(shape.draft) as draft:
+                tensors |= {name: draft.tensor(name).float() for name in trained}
+        tensors = {name: value.to(device) for name, value in tensors.items()}
+        return cls(config, tensors, None if ids is None else ids.to(device))
+
+    def write(self, folder: Path, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
+        """Replace the draft in `folder`; the old one is kept if that fails. `origin`: what wrote the text."""
+        with open_folder(target) as source:
+            config = draft_config(source.config, shape)
+        self.save(folder, config, target)
+
+    def save(self, folder: Path, config: Mapping[str, Any], target: Path) -> None:
+        """Replace the draft in `folder`; `config` is its config.json. The old draft is kept if that fails.
+
+        Weights are stored in bfloat16 under their Hugging Face names. A draft with a reduced vocabulary has its token
+        ids in the int32 tensor `ids` of draft_vocab.safetensors.
+        """
+        from safetensors.torch import save_file
+
+        with replaced_folder(folder) as unfinished:
+            write_json(unfinished / "config.json", config)
+            save_file(stored_tensors(self.tensors), unfinished / SINGLE, {"format": "pt"})
+            if self.ids is not None:
+                save_vocab_ids(unfinished / VOCAB_FILE, self.ids)
+            copy_files(target, unfinished, TOKENIZER_FILES)
 
     @classmethod
     def frozen(cls, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Student:
@@ -143,6 +245,22 @@ class Student:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
+
+
+def stored_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as files store them: numbers with a fraction in bfloat16."""
+    moved = {name: value.detach().cpu() for name, value in tensors.items()}
+    return {
+        name: value.to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in moved.items()
+    }
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str]) -> None:
+    """Copy the files that `source` has."""
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -49,7 +49,7 @@ class TrainOptions(CheckedOptions):
 
     tokens: int | None = None
     seconds: float | None = None
-    learning_rate: float = number(1e-3, 1e-9, 1.0)
+    learning_rate: float = number(Student.learning_rate, 1e-9, 1.0)
     warmup: int = whole(40, 1)
     cooldown: float = number(1.0, 0.0, 1.0)
     weight_decay: float = 0.01

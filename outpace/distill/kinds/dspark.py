@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +21,13 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
-from outpace.distill.kinds.speculators_files import (
-    Description,
-    HeadStudent,
-    default_head_taps,
-    head_shape,
-    head_vocab_ids,
-    last_tap,
-    layer_fields,
-    random_matrix,
-    read_own_head,
-    shapes_function,
-    start_head,
-    start_of,
-    write_head,
-)
-from outpace.distill.kinds.standalone import LAYERS, DraftShape, pick_layers, target_config
+from outpace.distill.draft_shape import DraftShape, pick_layers
+from outpace.distill.kinds.head import HeadStudent, last_tap, layer_fields, random_matrix, start_of
 from outpace.distill.losses import LossOptions, cross_entropy, total_variation
-from outpace.distill.student import EMBEDDING, NORM, Student, rope_tables
+from outpace.distill.student import EMBEDDING, NORM, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import DSPARK, HeadConfig
-from outpace.models.heads.files import HeadFiles
+from outpace.models.heads.files import HeadFiles, open_head
 from outpace.models.heads.reader import CONFIDENCE, LAYER_IDS, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.weight_sources import source_of
@@ -53,11 +40,93 @@ MIN_NORM = 0.1  # of the mask token's embedding, as a share of the median
 FC, FEATURE_NORM = "model.fc.weight", "model.hidden_norm.weight"
 BEFORE, AFTER = f"{MARKOV}markov_w1.weight", f"{MARKOV}markov_w2.weight"
 WEIGHT, BIAS = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
-default_taps, vocab_ids = default_head_taps, head_vocab_ids  # the same for all heads
 
 
 class DSparkStudent(HeadStudent):
-    """A DSpark head in training."""
+    """A DSpark head in training. The layers of a new one start from some of the target's."""
+
+    kind, name = DSPARK, "dspark"
+
+    @classmethod
+    def new_head(
+        cls, config: Mapping[str, Any], sizes: LlamaConfig, shape: DraftShape, taps: Sequence[int]
+    ) -> tuple[HeadConfig, Mapping[str, Any]]:
+        count = len(pick_layers(shape, sizes.num_layers))
+        # vLLM and speculators run Qwen 3's layers for every target
+        own = {"model_type": "qwen3", "num_hidden_layers": count, "attention_bias": False}
+        layer = layer_fields(config, sizes) | own
+        rows, layers, causal = shape.vocab or sizes.vocab_size, from_dict(layer), (False,) * count
+        head = HeadConfig(
+            DSPARK, layers, tuple(taps), rows, layers.hidden_size, block=BLOCK, from_anchor=True, causal=causal
+        )
+        return replace(head, markov=MARKOV_KINDS[0]), layer
+
+    @classmethod
+    def check(cls, head: HeadConfig, folder: Path) -> None:
+        has_windows = any(head.layers.window(layer) is not None for layer in range(head.layers.num_layers))
+        if has_windows or any(head.causal) or not head.from_anchor or head.markov != MARKOV_KINDS[0]:
+            raise UserError(
+                f"the head {folder} has a sliding window, causal blocks, another Markov bias than {MARKOV_KINDS[0]}, or"
+                " no prediction from the anchor: such heads are not trained"
+            )
+
+    @classmethod
+    def shapes(cls, head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
+        layers, hidden = head.layers, head.layers.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {FC: (hidden, len(head.taps) * head.target_width)}
+        shapes |= {FEATURE_NORM: (hidden,), NORM: (hidden,)}
+        for number in range(layers.num_layers):
+            shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer_shapes(layers, number).items()}
+        if files is not None:
+            own = [name for name in files.tensors if name.startswith((MARKOV, CONFIDENCE, "fc.bias"))]
+            return shapes | {f"model.{name}" if name == "fc.bias" else name: files.shape(name) for name in own}
+        rank = min(RANK, hidden // RANK_SHARE)
+        shapes |= {BEFORE: (layers.vocab_size, rank), AFTER: (head.num_rows, rank)}
+        return shapes | {WEIGHT: (1, hidden + rank), BIAS: (1,)}
+
+    @classmethod
+    def initial(
+        cls, target: Checkpoint, sizes: LlamaConfig, shape: DraftShape, name: str, size: tuple[int, ...]
+    ) -> Tensor:
+        """Return a tensor's initial value. The Markov bias and the confidence start from 0."""
+        if name == FC:
+            return last_tap(size)
+        if name == BEFORE:
+            return random_matrix(size)
+        if name.startswith((MARKOV, CONFIDENCE)):
+            return torch.zeros(size)
+        layers = pick_layers(shape, sizes.num_layers)
+        source = (
+            f"model.layers.{layers[-1]}.input_layernorm.weight" if name == FEATURE_NORM else source_of(name, layers)
+        )
+        return start_of(target, sizes, source, size)
+
+    @classmethod
+    def new(
+        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+    ) -> HeadStudent:
+        student = super().new(target, shape, ids, device, taps)
+        if shape.draft is None:
+            student.head = replace(student.head, mask_token=_mask_token(student.tensors[EMBEDDING]))
+        elif (order := draft_ids(open_head(shape.draft), student.head)) is not None:
+            after = student.tensors[AFTER].detach()[torch.from_numpy(np.argsort(order))]
+            student.tensors[AFTER] = after.requires_grad_()
+        return student
+
+    def fields(self) -> dict[str, Any]:
+        head, weight = self.head, self.tensors.get(WEIGHT)
+        return {
+            "architectures": ["DSparkDraftModel"],
+            "num_drafted": head.num_drafted,
+            "block_size": head.block,
+            "mask_token_id": head.mask_token,
+            LAYER_IDS: list(self.taps),
+            "sample_from_anchor": True,
+            "markov_rank": self.tensors[BEFORE].shape[1],
+            "markov_head_type": head.markov,
+            "enable_confidence_head": weight is not None,
+            "confidence_head_with_markov": weight is not None and weight.shape[1] != head.layers.hidden_size,
+        }
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         """Return the loss of the blocks that begin at every STRIDE-th position, weighted by slot.
@@ -199,105 +268,8 @@ def _attend(query: Tensor, context: Sequence[Tensor], own: Sequence[Tensor], mas
     return of_text.flatten(2, 3) @ value + (of_block @ own_value).flatten(2, 3)
 
 
-def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape for these options: a new head of `layers`, which start from the target's, or the one in the
-    folder `init`; UserError for others."""
-    if init == LAYERS:
-        return DraftShape(layers, vocab)
-    if layers != DraftShape.layers:
-        raise UserError(f"the head {init} has layers of its own: leave out --layers")
-    return head_shape(DSPARK, "dspark", layers, init, vocab)
-
-
-def new_student(
-    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-) -> DSparkStudent:
-    """Return a new head, whose layers start from some of the target's, or the head to continue training."""
-
-    def initial(checkpoint: Checkpoint, sizes: LlamaConfig, name: str, size: tuple[int, ...]) -> Tensor:
-        return _initial(checkpoint, sizes, pick_layers(shape, sizes.num_layers), name, size)
-
-    start = start_head(target, ids, lambda checkpoint: _describe(checkpoint, shape, taps), _shapes, initial)
-    head, tensors = start.head, start.tensors
-    if start.files is None:
-        head = replace(head, mask_token=_mask_token(tensors[EMBEDDING]))
-    elif (order := draft_ids(start.files, head)) is not None:
-        tensors[AFTER] = tensors[AFTER][np.argsort(order)]
-    return DSparkStudent(head, start.layer, tensors, start.output, ids, device)
-
-
-def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the head in `folder`, in bfloat16; the old one is kept if that fails."""
-    assert isinstance(student, DSparkStudent)
-    head, weight = student.head, student.tensors.get(WEIGHT)
-    fields = {
-        "architectures": ["DSparkDraftModel"],
-        "num_drafted": head.num_drafted,
-        "block_size": head.block,
-        "mask_token_id": head.mask_token,
-        LAYER_IDS: list(student.taps),
-        "sample_from_anchor": True,
-        "markov_rank": student.tensors[BEFORE].shape[1],
-        "markov_head_type": head.markov,
-        "enable_confidence_head": weight is not None,
-        "confidence_head_with_markov": weight is not None and weight.shape[1] != head.layers.hidden_size,
-    }
-    write_head(folder, student, target, shape, origin, "dspark", fields)
-
-
-def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
-    if shape.draft is not None:
-        head, own, files = read_own_head(target, shape.draft, taps)
-        has_windows = any(head.layers.window(layer) is not None for layer in range(head.layers.num_layers))
-        if has_windows or any(head.causal) or not head.from_anchor or head.markov != MARKOV_KINDS[0]:
-            raise UserError(
-                f"the head {shape.draft} has a sliding window, causal blocks, another Markov bias than"
-                f" {MARKOV_KINDS[0]}, or no prediction from the anchor: such heads are not trained"
-            )
-        return head, own, files
-    sizes = target_config(target)
-    count = len(pick_layers(shape, sizes.num_layers))
-    # vLLM and speculators run Qwen 3's layers for every target
-    layer = layer_fields(target.config, sizes, "qwen3", count) | {"attention_bias": False}
-    rows, causal = shape.vocab or sizes.vocab_size, (False,) * count
-    sizes = from_dict(layer)
-    head = HeadConfig(DSPARK, sizes, tuple(taps), rows, sizes.hidden_size, block=BLOCK, from_anchor=True, causal=causal)
-    return replace(head, markov=MARKOV_KINDS[0]), layer, None
-
-
-def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
-    layers, hidden = head.layers, head.layers.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {FC: (hidden, len(head.taps) * head.target_width)}
-    shapes |= {FEATURE_NORM: (hidden,), NORM: (hidden,)}
-    for number in range(layers.num_layers):
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer_shapes(layers, number).items()}
-    if files is not None:
-        own = [name for name in files.tensors if name.startswith((MARKOV, CONFIDENCE, "fc.bias"))]
-        return shapes | {f"model.{name}" if name == "fc.bias" else name: files.shape(name) for name in own}
-    rank = min(RANK, hidden // RANK_SHARE)
-    shapes |= {BEFORE: (layers.vocab_size, rank), AFTER: (head.num_rows, rank)}
-    return shapes | {WEIGHT: (1, hidden + rank), BIAS: (1,)}
-
-
-def _initial(
-    target: Checkpoint, sizes: LlamaConfig, layers: Sequence[int], name: str, shape: tuple[int, ...]
-) -> Tensor:
-    """Return a tensor's initial value. The Markov bias and the confidence start from 0."""
-    if name == FC:
-        return last_tap(shape)
-    if name == BEFORE:
-        return random_matrix(shape)
-    if name.startswith((MARKOV, CONFIDENCE)):
-        return torch.zeros(shape)
-    source = f"model.layers.{layers[-1]}.input_layernorm.weight" if name == FEATURE_NORM else source_of(name, layers)
-    return start_of(target, sizes, source, shape)
-
-
 def _mask_token(embedding: Tensor) -> int:
     """Return the last token that has an embedding: vocabularies end with tokens that texts do not hold, and unused rows
     may be zero."""
     norms = embedding.norm(dim=1)
     return int(torch.nonzero(norms >= MIN_NORM * norms.median())[-1])
-
-
-trained_shapes = shapes_function(_describe, _shapes)

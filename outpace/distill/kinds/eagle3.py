@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,23 +18,10 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
-from outpace.distill.kinds.speculators_files import (
-    Description,
-    HeadStudent,
-    default_head_taps,
-    head_shape,
-    head_vocab_ids,
-    last_tap,
-    layer_fields,
-    read_own_head,
-    shapes_function,
-    start_head,
-    start_of,
-    write_head,
-)
-from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
+from outpace.distill.draft_shape import DraftShape
+from outpace.distill.kinds.head import HeadStudent, last_tap, layer_fields, start_of
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.student import EMBEDDING, NORM, Student, causal_mask, rope_tables
+from outpace.distill.student import EMBEDDING, NORM, causal_mask, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import EAGLE3, HeadConfig
 from outpace.models.heads.files import HeadFiles
@@ -43,12 +31,53 @@ from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 STEPS = 3  # draft steps in training, and the recommended draft length
 DECAY = 0.8  # factor on the loss from one draft step to the next
 PREFIX, FC = "model.layers.0.", "model.fc.weight"
-default_taps, vocab_ids = default_head_taps, head_vocab_ids  # the same for all heads
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Eagle3Student(HeadStudent):
-    """An EAGLE-3 head in training."""
+    """An EAGLE-3 head in training. A new one starts from the target's last layer."""
+
+    kind, name, own_layers = EAGLE3, "eagle3", "one layer"
+
+    @classmethod
+    def new_head(
+        cls, config: Mapping[str, Any], sizes: LlamaConfig, shape: DraftShape, taps: Sequence[int]
+    ) -> tuple[HeadConfig, Mapping[str, Any]]:
+        layer = layer_fields(config, sizes)
+        layers = replace(from_dict(layer), takes_features=True, norms_features=True, output_bias=sizes.attention_bias)
+        return HeadConfig(EAGLE3, layers, tuple(taps), shape.vocab or sizes.vocab_size, sizes.hidden_size), layer
+
+    @classmethod
+    def check(cls, head: HeadConfig, folder: Path) -> None:
+        if head.layers.num_layers > 1 or head.layers.window(0) is not None:
+            raise UserError(
+                f"the head {folder} has several layers or a sliding window: only one layer without a window is trained"
+            )
+
+    @classmethod
+    def shapes(cls, head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
+        hidden, inputs = head.layers.hidden_size, len(head.taps) * head.target_width
+        shapes = {PREFIX + name: shape for name, shape in layer_shapes(head.layers, 0).items()}
+        shapes |= {NORM: (hidden,), FC: (hidden, inputs)}
+        if files is not None:
+            extra = [name for name in files.tensors if name.startswith(("fc.bias", "fc_norm.", "input_norm."))]
+            shapes |= {f"model.{name}": files.shape(name) for name in extra}
+        return shapes
+
+    @classmethod
+    def initial(
+        cls, target: Checkpoint, sizes: LlamaConfig, shape: DraftShape, name: str, size: tuple[int, ...]
+    ) -> Tensor:
+        if name == FC:
+            return last_tap(size)
+        if name.endswith("input_layernorm.weight"):  # the target's becomes the feature's
+            return torch.ones(size)
+        source = name.replace(PREFIX, f"model.layers.{sizes.num_layers - 1}.").replace("hidden_norm", "input_layernorm")
+        return start_of(target, sizes, source, size)
+
+    def fields(self) -> dict[str, Any]:
+        flags = {flag: getattr(self.head, flag) for flag in FLAGS}
+        return {"architectures": ["Eagle3DraftModel"], "num_drafted": STEPS, TAPS: list(self.taps), **flags}
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         total, weights = torch.zeros((), device=self.device, requires_grad=True), 0.0
@@ -122,69 +151,3 @@ def _step_attention(
     for place, value in enumerate(values[1:], length):
         attended = attended + weights[..., place, None] * value
     return attended
-
-
-def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape for these options: a new head, or the one in the folder `init`; UserError for others."""
-    if layers != DraftShape.layers:
-        raise UserError(f"--layers is {layers}, and a head of the kind eagle3 has one layer: leave it out")
-    return DraftShape(vocab=vocab) if init == LAYERS else head_shape(EAGLE3, "eagle3", layers, init, vocab)
-
-
-def new_student(
-    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-) -> Eagle3Student:
-    """Return a new head, which starts from the target's last layer, or the head to continue training."""
-    start = start_head(target, ids, lambda checkpoint: _describe(checkpoint, shape, taps), _shapes, _initial)
-    return Eagle3Student(start.head, start.layer, start.tensors, start.output, ids, device)
-
-
-def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the head in `folder`, in bfloat16; the old one is kept if that fails."""
-    assert isinstance(student, Eagle3Student)
-    fields = {
-        "architectures": ["Eagle3DraftModel"],
-        "num_drafted": STEPS,
-        TAPS: list(student.taps),
-        **{flag: getattr(student.head, flag) for flag in FLAGS},
-    }
-    write_head(folder, student, target, shape, origin, "eagle3", fields)
-
-
-def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
-    if shape.draft is not None:
-        head, own, files = read_own_head(target, shape.draft, taps)
-        if head.layers.num_layers > 1 or head.layers.window(0) is not None:
-            raise UserError(
-                f"the head {shape.draft} has several layers or a sliding window: only one layer without a window is"
-                " trained"
-            )
-        return head, own, files
-    sizes = target_config(target)
-    layer = layer_fields(target.config, sizes, "qwen3" if sizes.head_norm else "llama", 1)
-    layer["attention_bias"] = sizes.attention_bias
-    layers = replace(from_dict(layer), takes_features=True, norms_features=True, output_bias=sizes.attention_bias)
-    return HeadConfig(EAGLE3, layers, tuple(taps), shape.vocab or sizes.vocab_size, sizes.hidden_size), layer, None
-
-
-def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
-    hidden, inputs = head.layers.hidden_size, len(head.taps) * head.target_width
-    shapes = {PREFIX + name: shape for name, shape in layer_shapes(head.layers, 0).items()}
-    shapes |= {NORM: (hidden,), FC: (hidden, inputs)}
-    extra = [
-        name for name in (files.tensors if files else ()) if name.startswith(("fc.bias", "fc_norm.", "input_norm."))
-    ]
-    return shapes | {f"model.{name}": files.shape(name) for name in extra if files}
-
-
-def _initial(target: Checkpoint, sizes: LlamaConfig, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor's initial value, copied from the target's last layer; its input norm becomes the feature's."""
-    if name == FC:
-        return last_tap(shape)
-    if name.endswith("input_layernorm.weight"):
-        return torch.ones(shape)
-    source = name.replace(PREFIX, f"model.layers.{sizes.num_layers - 1}.").replace("hidden_norm", "input_layernorm")
-    return start_of(target, sizes, source, shape)
-
-
-trained_shapes = shapes_function(_describe, _shapes)

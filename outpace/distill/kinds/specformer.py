@@ -17,42 +17,72 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch, follows
-from outpace.distill.kinds.speculators_files import (
-    Description,
-    HeadStudent,
-    head_shape,
-    head_vocab_ids,
-    layer_fields,
-    read_own_head,
-    shapes_function,
-    start_head,
-    write_head,
-)
-from outpace.distill.kinds.standalone import LAYERS, DraftShape, target_config
+from outpace.distill.draft_shape import DraftShape
+from outpace.distill.kinds.head import HeadStudent, layer_fields
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.student import EMBEDDING, NORM, Student, attention, causal_mask, rope_tables
+from outpace.distill.student import EMBEDDING, NORM, attention, causal_mask, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import open_folder
 from outpace.models.heads.config import SPECFORMER, HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import LAYER_IDS, slot_shapes
 from outpace.models.heads.specformer import CONTEXT, LAYER
-from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 SLOTS = 8
 DECAY = 0.8  # factor on the loss from one slot to the next
-vocab_ids = head_vocab_ids  # the same for all heads
 
 
 class SpecFormerStudent(HeadStudent):
-    """A SpecFormer head in training."""
+    """A SpecFormer head in training. A new one has random weights, and both layers pass their input on."""
 
-    def __init__(self, *arguments: Any, norm: Tensor) -> None:
-        """`norm` [hidden]: the target's final norm. The other arguments are those of `HeadStudent`."""
-        super().__init__(*arguments)
-        self._norm = norm.to(self.device)
+    kind, name, own_layers = SPECFORMER, "specformer", "two layers"
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        """Return the first layer, the middle one and the last two."""
+        return tuple(sorted({0, num_layers // 2, max(num_layers - 1, 0), num_layers}))
+
+    @classmethod
+    def new_head(
+        cls, config: Mapping[str, Any], sizes: LlamaConfig, shape: DraftShape, taps: Sequence[int]
+    ) -> tuple[HeadConfig, Mapping[str, Any]]:
+        layer = layer_fields(config, sizes)
+        layers = replace(from_dict(layer), output_bias=sizes.attention_bias)
+        vocab, width = shape.vocab or sizes.vocab_size, sizes.hidden_size
+        head = HeadConfig(SPECFORMER, layers, tuple(taps), vocab, width, fc_norm=True, block=SLOTS, from_anchor=True)
+        return head, layer
+
+    @classmethod
+    def shapes(cls, head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
+        return slot_shapes(head)
+
+    @classmethod
+    def initial(
+        cls, target: Checkpoint, sizes: LlamaConfig, shape: DraftShape, name: str, size: tuple[int, ...]
+    ) -> Tensor:
+        if len(size) == 1:
+            return torch.ones(size) if "norm" in name else torch.zeros(size)
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return torch.zeros(size)
+        seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(size, generator=seeded) * size[1] ** -0.5
+
+    @classmethod
+    def new(
+        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+    ) -> HeadStudent:
+        student = super().new(target, shape, ids, device, taps)
+        with open_folder(target) as opened:
+            norm = opened.tensor(NORM).float() + opened.read_config().norm_offset
+        student.tensors[NORM] = norm.to(device)  # used, and not trained
+        return student
+
+    def fields(self) -> dict[str, Any]:
+        slots = self.head.block
+        named = {"architectures": ["SpecFormerDraftModel"], "num_drafted": slots, "num_slots": slots}
+        return named | {LAYER_IDS: list(self.taps)}
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         """Return the mean loss per position, averaged over the slots. The logits of one slot exist at a time."""
@@ -110,75 +140,4 @@ class SpecFormerStudent(HeadStudent):
 
     def _scores(self, outputs: Tensor) -> Tensor:
         """Score by the target's final norm and output layer, which are not trained."""
-        normed = F.rms_norm(outputs, outputs.shape[-1:], self._norm, self.config.rms_norm_eps)
-        return F.linear(normed, self._head).float()
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose hidden states heads read by default: the first, the middle one and the last two."""
-    return tuple(sorted({0, num_layers // 2, max(num_layers - 1, 0), num_layers}))
-
-
-def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape for these options: a new head, or the one in the folder `init`; UserError for others."""
-    if layers != DraftShape.layers:
-        raise UserError(f"--layers is {layers}, and a head of the kind specformer has two layers: leave it out")
-    return DraftShape(vocab=vocab) if init == LAYERS else head_shape(SPECFORMER, "specformer", layers, init, vocab)
-
-
-def new_student(
-    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-) -> SpecFormerStudent:
-    """Return a new head of random weights, or the head to continue training."""
-    start = start_head(
-        target,
-        ids,
-        lambda checkpoint: _describe(checkpoint, shape, taps),
-        _shapes,
-        lambda checkpoint, sizes, name, size: _initial(name, size),
-    )
-    with open_folder(target) as checkpoint:
-        norm = checkpoint.tensor(NORM).float() + target_config(checkpoint).norm_offset
-    return SpecFormerStudent(start.head, start.layer, start.tensors, start.output, ids, device, norm=norm)
-
-
-def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the head in `folder`, in bfloat16; the old one is kept if that fails. The layout is that of speculators,
-    which does not know this kind."""
-    assert isinstance(student, SpecFormerStudent)
-    fields = {
-        "architectures": ["SpecFormerDraftModel"],
-        "num_drafted": student.head.block,
-        "num_slots": student.head.block,
-        LAYER_IDS: list(student.taps),
-    }
-    write_head(folder, student, target, shape, origin, "specformer", fields)
-
-
-def _describe(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
-    if shape.draft is not None:
-        return read_own_head(target, shape.draft, taps)
-    sizes = target_config(target)
-    layer = layer_fields(target.config, sizes, "qwen3" if sizes.head_norm else "llama", 1)
-    layer["attention_bias"] = sizes.attention_bias
-    layers = replace(from_dict(layer), output_bias=sizes.attention_bias)
-    vocab, width = shape.vocab or sizes.vocab_size, sizes.hidden_size
-    head = HeadConfig(SPECFORMER, layers, tuple(taps), vocab, width, fc_norm=True, block=SLOTS, from_anchor=True)
-    return head, layer, None
-
-
-def _shapes(head: HeadConfig, files: HeadFiles | None) -> dict[str, tuple[int, ...]]:
-    return slot_shapes(head)
-
-
-def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor's initial value: at first both layers pass their input on."""
-    if len(shape) == 1:
-        return torch.ones(shape) if "norm" in name else torch.zeros(shape)
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return torch.zeros(shape)
-    seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=seeded) * shape[1] ** -0.5
-
-
-trained_shapes = shapes_function(_describe, _shapes)
+        return F.linear(self._normed(outputs, NORM), self._head).float()

@@ -7,7 +7,6 @@ offset d. `models/heads/steering.py` runs what this module writes.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from torch import Tensor
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch
-from outpace.distill.kinds import standalone
-from outpace.distill.kinds.speculators_files import DIGESTS, default_head_taps
-from outpace.distill.kinds.standalone import LAYERS, SHIPPED, TOKENIZER_FILES, DraftShape, draft_config, target_config
+from outpace.distill.draft_shape import LAYERS, SHIPPED, DraftShape, draft_config
+from outpace.distill.kinds.head import DIGESTS, default_head_taps
 from outpace.distill.losses import LossOptions, loss
-from outpace.distill.student import Student
+from outpace.distill.student import TOKENIZER_FILES, Student, copy_files, stored_tensors
 from outpace.distill.taps import TAPS, tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_index
@@ -30,14 +28,13 @@ from outpace.models.heads.steering import DELTA, EPS, FC, NORM, NORM_BIAS, open_
 from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
-LEARNING_RATE = 3e-4
 OFFSETS = 8  # the largest distance from a token to the hidden states that steer it
-
-default_taps, vocab_ids = default_head_taps, standalone.vocab_ids
 
 
 class SteeredStudent(Student):
     """A draft whose steering is trained; its own weights stay as they are."""
+
+    learning_rate = 3e-4
 
     def __init__(
         self,
@@ -51,6 +48,71 @@ class SteeredStudent(Student):
         self.taps = tuple(taps)
         for name, value in self.tensors.items():
             value.requires_grad_(name in steering)
+
+    @classmethod
+    def default_taps(cls, num_layers: int) -> tuple[int, ...]:
+        return default_head_taps(num_layers)
+
+    @classmethod
+    def shape_from_options(cls, layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
+        """Return the shape of the draft to steer, by default the shipped one; UserError if there is none."""
+        if layers != DraftShape.layers or vocab:
+            raise UserError("the kind steered keeps the shape of its draft: leave out --layers and --vocab")
+        try:
+            return super().shape_from_options(layers, SHIPPED if init == LAYERS else init, vocab, target)
+        except UserError as error:
+            if init == LAYERS:
+                raise UserError(
+                    f"no draft comes with outpace for {target}: name the draft to steer with --init FOLDER"
+                ) from error
+            raise
+
+    @classmethod
+    def trained_shapes(
+        cls, target: Checkpoint, shape: DraftShape, taps: Sequence[int] = ()
+    ) -> dict[str, tuple[int, ...]]:
+        """As in `Student`; UserError also for a steering that reads other layers."""
+        super().trained_shapes(target, shape)
+        config = from_dict(draft_config(target.config, shape))
+        shapes = steering_shapes(config, len(taps), target.read_config().hidden_size)
+        if (steering := open_steering(_draft_of(shape))) is not None:
+            if steering.taps != tuple(taps):
+                own = tap_list(steering.taps)
+                raise UserError(
+                    f"the draft {shape.draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}"
+                )
+            steering.check_shapes(shapes)
+        return shapes
+
+    @classmethod
+    def new(
+        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
+    ) -> SteeredStudent:
+        """Return the draft with a steering of zero, or the steered draft to continue training."""
+        draft = Student.new(target, shape, ids, device)
+        steering = open_steering(_draft_of(shape))
+        if steering is None:
+            hidden = draft.config.hidden_size
+            shapes = steering_shapes(draft.config, len(taps), hidden)
+            tensors = {name: torch.zeros(size) for name, size in shapes.items()}
+            tensors[FC], tensors[NORM] = torch.eye(hidden).repeat(1, len(taps)), torch.ones(shapes[NORM])
+        else:
+            tensors = {name: torch.from_numpy(steering.array(name).copy()) for name in (FC, NORM, NORM_BIAS, DELTA)}
+        tensors = {name: value.to(device) for name, value in tensors.items()}
+        return cls(draft.config, draft.tensors, draft.ids, tensors, taps)
+
+    def write(self, folder: Path, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
+        """Replace the draft in `folder` by a copy of the steered draft's files and its steering, in bfloat16; the old
+        one is kept if that fails."""
+        from safetensors.torch import save_file
+
+        draft = _draft_of(shape)
+        parts = read_index(draft / INDEX).values() if (draft / INDEX).is_file() else ()
+        described = {name: origin[name] for name in DIGESTS if name in origin}
+        with replaced_folder(folder) as unfinished:
+            copy_files(draft, unfinished, ("config.json", SINGLE, INDEX, VOCAB_FILE, *TOKENIZER_FILES, *set(parts)))
+            metadata = {"format": "pt", TAPS: tap_list(self.taps), **described}
+            save_file(stored_tensors(self.trained), unfinished / STEERING, metadata)
 
     def loss(self, batch: TrainingBatch, options: LossOptions) -> Tensor:
         offset = (
@@ -78,67 +140,6 @@ class SteeredStudent(Student):
         assert batch.taps is not None
         fused = F.linear(batch.taps, self.tensors[FC]).float()
         return F.layer_norm(fused, fused.shape[-1:], self.tensors[NORM], self.tensors[NORM_BIAS], EPS)
-
-
-def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape of the draft to steer, by default the shipped one; UserError if there is none."""
-    if layers != DraftShape.layers or vocab:
-        raise UserError("the kind steered keeps the shape of its draft: leave out --layers and --vocab")
-    try:
-        return standalone.shape_from_options(layers, SHIPPED if init == LAYERS else init, vocab, target)
-    except UserError as error:
-        if init == LAYERS:
-            raise UserError(
-                f"no draft comes with outpace for {target}: name the draft to steer with --init FOLDER"
-            ) from error
-        raise
-
-
-def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained tensors; UserError for a draft that does not fit the target, or whose steering
-    reads other layers."""
-    standalone.trained_shapes(target, shape)
-    shapes = steering_shapes(
-        from_dict(draft_config(target.config, shape)), len(taps), target_config(target).hidden_size
-    )
-    if (steering := open_steering(_draft_of(shape))) is not None:
-        if steering.taps != tuple(taps):
-            own = tap_list(steering.taps)
-            raise UserError(f"the draft {shape.draft} reads the layers {own}, not {tap_list(taps)}: name --taps {own}")
-        steering.check_shapes(shapes)
-    return shapes
-
-
-def new_student(
-    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-) -> SteeredStudent:
-    """Return the draft with a steering of zero, or the steered draft to continue training."""
-    draft = standalone.new_student(target, shape, ids)
-    steering = open_steering(_draft_of(shape))
-    if steering is None:
-        shapes = steering_shapes(draft.config, len(taps), draft.config.hidden_size)
-        tensors = {name: torch.zeros(size) for name, size in shapes.items()}
-        tensors[FC], tensors[NORM] = torch.eye(draft.config.hidden_size).repeat(1, len(taps)), torch.ones(shapes[NORM])
-    else:
-        tensors = {name: torch.from_numpy(steering.array(name).copy()) for name in (FC, NORM, NORM_BIAS, DELTA)}
-    tensors, own = ({name: value.to(device) for name, value in some.items()} for some in (tensors, draft.tensors))
-    return SteeredStudent(draft.config, own, None if ids is None else ids.to(device), tensors, taps)
-
-
-def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the draft in `folder` by a copy of the steered draft's files and its steering, in bfloat16; the old one
-    is kept if that fails."""
-    from safetensors.torch import save_file
-
-    draft = _draft_of(shape)
-    parts = read_index(draft / INDEX).values() if (draft / INDEX).is_file() else ()
-    stored = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.trained.items()}
-    described = {name: origin[name] for name in DIGESTS if name in origin}
-    with replaced_folder(folder) as unfinished:
-        for name in ("config.json", SINGLE, INDEX, VOCAB_FILE, *TOKENIZER_FILES, *set(parts)):
-            if (draft / name).is_file():
-                shutil.copyfile(draft / name, unfinished / name)
-        save_file(stored, unfinished / STEERING, {"format": "pt", TAPS: tap_list(student.taps), **described})
 
 
 def _draft_of(shape: DraftShape) -> Path:

@@ -1,35 +1,27 @@
-"""The kind standalone: a small model of the target's architecture, from some of its layers or an earlier draft."""
+"""The shape of a draft, its config.json, and the files of its reduced vocabulary."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError, check_whole
 from outpace.core.options import CheckedOptions, whole
-from outpace.distill.student import FROZEN, Student
-from outpace.models.files.cache import new_file, replaced_folder
-from outpace.models.files.checkpoint import SINGLE, Checkpoint
-from outpace.models.files.find import open_folder, shipped_model
+from outpace.models.files.cache import new_file
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import shipped_model
 from outpace.models.files.pairs import shipped_draft
-from outpace.models.files.reading import write_json
 from outpace.models.llama.config.draft_vocab import FILE as VOCAB_FILE
 from outpace.models.llama.config.families import FAMILIES, model_type_of
 from outpace.models.llama.config.fields import FULL, SLIDING
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
-from outpace.models.llama.weight_sources import parse_layers, source_of
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.weight_sources import parse_layers
 
 LAYERS, SHIPPED = "layers", "shipped"  # values of `init`
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "added_tokens.json"),
-)
 WINDOW = 128  # trailing tokens that a draft reads: more do not help a few layers, see docs/log.md
 
 
@@ -63,20 +55,6 @@ class DraftShape(CheckedOptions):
         return cls(named, vocab, folder)
 
 
-def shape_from_options(layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
-    """Return the shape for these options; `init` may also be a draft's folder, or `shipped`.
-
-    `shipped` is the draft that comes with outpace for the target of this name. UserError if a shape is given together
-    with a draft, which has its own.
-    """
-    if init == LAYERS:
-        return DraftShape(layers, vocab)
-    shape = DraftShape.of_draft(Path(resolve_draft("init", init, target)))
-    if DraftShape(layers, vocab) != DraftShape():
-        raise UserError(f"the draft {init} has a shape of its own: leave out --layers and --vocab")
-    return shape
-
-
 def resolve_draft(option: str, draft: str, target: str | None) -> str:
     """Return the draft, with `shipped` replaced by the one that comes with outpace for this target.
 
@@ -88,11 +66,6 @@ def resolve_draft(option: str, draft: str, target: str | None) -> str:
     if found is None:
         raise UserError(f"no draft comes with outpace for {target}, so {option} cannot be {SHIPPED}")
     return found
-
-
-def target_config(checkpoint: Checkpoint) -> LlamaConfig:
-    """Return the configuration of a Llama-family model after checking its tensors' shapes; UserError for any other."""
-    return checkpoint.read_config()
 
 
 def pick_layers(shape: DraftShape, total: int) -> list[int]:
@@ -132,80 +105,12 @@ def _layer_fields(config: Mapping[str, Any], sizes: LlamaConfig, layers: Sequenc
     return fields
 
 
-def new_student(
-    target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-) -> Student:
-    """Return the untrained draft, whose embeddings and output layer are the target's."""
-    with open_folder(target) as checkpoint:
-        sizes = target_config(checkpoint)
-        config = from_dict(draft_config(checkpoint.config, shape))
-        layers = pick_layers(shape, sizes.num_layers)
-        tensors = {name: checkpoint.tensor(source_of(name, layers)).float() for name in tensor_shapes(config)}
-    if shape.draft is not None:
-        trained = _trained_shapes(config)
-        with Checkpoint.open(shape.draft) as draft:
-            draft.check_shapes(trained)
-            tensors |= {name: draft.tensor(name).float() for name in trained}
-    tensors = {name: value.to(device) for name, value in tensors.items()}
-    return Student(config, tensors, None if ids is None else ids.to(device))
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose hidden states the draft reads: none."""
-    return ()
-
-
-def vocab_ids(folder: Path) -> Tensor | None:
-    """Return the reduced vocabulary of the draft in `folder`."""
-    return read_vocab_ids(folder / VOCAB_FILE)
-
-
-def trained_shapes(target: Checkpoint, shape: DraftShape, taps: Sequence[int] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained tensors; UserError for an earlier draft that has others."""
-    shapes = _trained_shapes(from_dict(draft_config(target.config, shape)))
-    if shape.draft is not None:
-        with Checkpoint.open(shape.draft) as draft:
-            draft.check_shapes(shapes)
-    return shapes
-
-
-def write(folder: Path, student: Student, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
-    """Replace the draft in `folder`."""
-    with open_folder(target) as source:
-        config = draft_config(source.config, shape)
-    write_draft(folder, student, config, target)
-
-
-def _trained_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a draft's trained tensors."""
-    return {name: shape for name, shape in tensor_shapes(config).items() if name not in FROZEN}
-
-
-def write_draft(folder: Path, student: Student, config: Mapping[str, Any], target: Path) -> None:
-    """Replace the draft in `folder`; `config` is its config.json. The old draft is kept if that fails.
-
-    Weights are stored in bfloat16 under their Hugging Face names. A draft with a reduced vocabulary has its token ids
-    in the int32 tensor `ids` of draft_vocab.safetensors.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in student.tensors.items()}
-    with replaced_folder(folder) as unfinished:
-        write_json(unfinished / "config.json", config)
-        save_file(tensors, unfinished / SINGLE, {"format": "pt"})
-        if student.ids is not None:
-            save_vocab_ids(unfinished / VOCAB_FILE, student.ids)
-        for name in TOKENIZER_FILES:
-            if (target / name).is_file():
-                shutil.copyfile(target / name, unfinished / name)
-
-
 def save_vocab_ids(file: Path, ids: Tensor) -> None:
     """Write the token ids of a draft's reduced vocabulary, in ascending order, as the int32 tensor `ids`."""
     from safetensors.torch import save_file
 
     with new_file(file) as part:
-        save_file({"ids": ids.cpu().to(torch.int32)}, part, {"format": "pt"})
+        save_file({"ids": ids.cpu().int()}, part, {"format": "pt"})
 
 
 def read_vocab_ids(file: Path) -> Tensor:
