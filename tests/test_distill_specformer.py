@@ -89,9 +89,8 @@ def change_taps(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any
     def mistake(student: Any) -> None:
         normed = student.normed_taps
 
-        def changed(batch: PackedRows) -> torch.Tensor:
-            assert batch.taps is not None
-            return normed(replace(batch, taps=change(batch.taps.unflatten(2, (len(TAPS), -1))).flatten(2)))  # type: ignore[no-any-return]
+        def changed(taps: torch.Tensor) -> torch.Tensor:
+            return normed(change(taps.unflatten(2, (len(TAPS), -1))).flatten(2))  # type: ignore[no-any-return]
 
         student.normed_taps = changed
 

@@ -123,7 +123,7 @@ def run(tmp_path: Path) -> DistillOptions:
 
 
 def test_a_head_is_trained_on_any_text_within_a_time(run: DistillOptions) -> None:
-    distill(replace(run, tokens=None, seconds=4.0), silent)
+    distill(replace(run, tokens=None, budget=4.0), silent)
     *_, last = read_curve(run.out / "training" / "curve.jsonl")
     assert 1.0 < last["seconds"] < 8.0
     assert last["loss"] < 5.0, "less than the log of 272 tokens"

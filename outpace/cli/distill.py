@@ -246,7 +246,7 @@ def _options(
         temperatures=tuple(numbers(text.temperatures, float, says)),
         runtime=evaluation.runtime,
         tokens=text.tokens,
-        seconds=budget,
+        budget=budget,
         epochs=text.epochs,
         device=device,
         evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,14 +28,6 @@ MIN_MISMATCHES = 200  # number of mismatches that training needs
 HELD_OUT = 0.1  # share of the prompts
 POINTS = 101  # of the curve
 StageProgress = Callable[[str, dict[str, float]], None]
-
-
-class Data(NamedTuple):
-    """Mismatches as arrays: hidden states [rows, width], whether each is important, and whether it is held out."""
-
-    hidden: np.ndarray
-    is_important: np.ndarray
-    is_held_out: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -87,23 +79,27 @@ def train(
 ) -> JudgeFile:
     """Fit the classifier. UserError for too few mismatches, or if those for training or the held-out ones are all of
     one class."""
-    data = _data(found)
-    important = int(data.is_important.sum())
+    numbers = sorted({question.number for question, _ in found})
+    held_out = set(numbers[: math.ceil(HELD_OUT * len(numbers))])  # a tenth of the prompts, with the lowest hashes
+    hidden = np.array([mismatch.hidden for _, mismatch in found], np.float64)
+    is_important = np.array([mismatch.is_important for _, mismatch in found], bool)
+    is_held_out = np.array([question.number in held_out for question, _ in found], bool)
+    important = int(is_important.sum())
     counts = f"{len(found)} mismatches were mined, {important} of them important"
     if len(found) < MIN_MISMATCHES:
         raise UserError(f"{counts}: {MIN_MISMATCHES} are needed, add questions")
-    for part in (data.is_held_out, ~data.is_held_out):
-        if len(np.unique(data.is_important[part])) < 2:
+    held, others = is_important[is_held_out], is_important[~is_held_out]
+    for part in (held, others):
+        if len(np.unique(part)) < 2:
             raise UserError(
                 f"{counts}: important and unimportant ones are needed in the held-out tenth of the prompts and in the"
                 " rest, add questions"
             )
-    scores, weight, bias, c, auc = _best_fit(data)
-    held = data.is_important[data.is_held_out]
-    own, others = np.sort(scores[held])[::-1], scores[~held]
+    scores, weight, bias, c, auc = _best_fit(hidden[~is_held_out], others, hidden[is_held_out], held)
+    own, rest = np.sort(scores[held])[::-1], scores[~held]
     thresholds = {recall: float(own[math.ceil(recall * len(own)) - 1]) for recall in RECALLS}
     points = np.unique(np.quantile(scores, np.linspace(0.0, 1.0, POINTS)))
-    curve = np.stack([points, *((part >= points[:, None]).mean(-1) for part in (own, others))], -1)
+    curve = np.stack([points, *((part >= points[:, None]).mean(-1) for part in (own, rest))], -1)
     measured = {
         "roc_auc": round(auc, 4),
         "c": c,
@@ -115,35 +111,23 @@ def train(
     return JudgeFile(weight, bias, tap, thresholds, curve, target, tasks, {**facts, **measured})
 
 
-def _data(found: Sequence[tuple[Question, Mismatch]]) -> Data:
-    """Hold out the mismatches of a tenth of the prompts, those with the lowest hashes."""
-    numbers = sorted({question.number for question, _ in found})
-    held_out = set(numbers[: math.ceil(HELD_OUT * len(numbers))])
-    return Data(
-        np.array([mismatch.hidden for _, mismatch in found], np.float64),
-        np.array([mismatch.is_important for _, mismatch in found], bool),
-        np.array([question.number in held_out for question, _ in found], bool),
-    )
-
-
-def _best_fit(data: Data) -> tuple[np.ndarray, np.ndarray, float, float, float]:
+def _best_fit(
+    trained: np.ndarray, labels: np.ndarray, held: np.ndarray, held_labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float, float, float]:
     """Return the best fit's probabilities for held-out prompts, its weight and bias with the scaler folded in, its C,
     and its ROC-AUC on held-out prompts."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
     from sklearn.preprocessing import StandardScaler
 
-    trained, held = data.hidden[~data.is_held_out], data.hidden[data.is_held_out]
     scaler = StandardScaler().fit(trained)
-    scaled, best = scaler.transform(trained), None
-    for c in GRID:
-        fit = LogisticRegression(C=c, max_iter=2000).fit(scaled, data.is_important[~data.is_held_out])
+    scaled = scaler.transform(trained)
+
+    def fitted(c: float) -> tuple[np.ndarray, np.ndarray, float, float, float]:
+        fit = LogisticRegression(C=c, max_iter=2000).fit(scaled, labels)
         weight = fit.coef_[0] / scaler.scale_
         bias = float(fit.intercept_[0] - weight @ scaler.mean_)
-        judge = JudgeFile(weight, bias, 0, {}, np.zeros((0, 3)), {}, {}, {})
-        scores = judge.importance(held)
-        auc = float(roc_auc_score(data.is_important[data.is_held_out], scores))
-        if best is None or auc > best[-1]:
-            best = scores, weight, bias, c, auc
-    assert best is not None
-    return best
+        scores = JudgeFile(weight, bias, 0, {}, np.zeros((0, 3)), {}, {}, {}).importance(held)
+        return scores, weight, bias, c, float(roc_auc_score(held_labels, scores))
+
+    return max(map(fitted, GRID), key=lambda fit: fit[-1])

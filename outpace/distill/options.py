@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outpace.core.errors import UserError, check_range, check_whole, unknown
-from outpace.core.options import CheckedOptions, number, whole
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.options import CheckedOptions, number, one_of, whole
 from outpace.distill.draft_shape import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import KINDS
@@ -33,21 +33,21 @@ TEXT, TRAINING, DRAFT, STEERED = "text", "training", "draft", "steered"  # folde
 
 @dataclass(frozen=True)
 class DistillOptions(CheckedOptions):
-    """What to distill, the run's folder `out`, and how much: `tokens` of the target's text, or `seconds` in total."""
+    """What to distill, the run's folder `out`, and how much: `tokens` of the target's text, or `budget` seconds."""
 
     target: str | None
     out: Path
     prompts: Sequence[str] = (BUILT_IN,)
-    stage: str = "all"
+    stage: str = one_of("all", STAGES)
     tokens: int | None = whole(None, 1)
-    seconds: float | None = None
+    budget: float | None = number(None, 1.0)  # seconds
     epochs: float = number(3.0, 0.001, 10000.0)  # passes over the text, where `tokens` limits the text
     temperatures: Sequence[float] = TEMPERATURES  # of the passes over the prompts, in rotation
     device: str = "cpu"
-    runtime: str = "auto"  # of the evaluation
+    runtime: str = one_of("auto", RUNTIMES)  # of the evaluation
     evaluate: str | None = None  # the draft to evaluate; None: the run's own
     tasks: Sequence[str] = ()  # files of prompts to evaluate on; none: the held-out prompts
-    kind: str = "standalone"
+    kind: str = one_of("standalone", list(KINDS))
     steers: bool = False  # after a standalone draft, train a steering of it, and keep it if it is faster
     shards: Path | None = None  # folder of the text; None: the run's own
     taps: tuple[int, ...] | None = None  # layers whose hidden states the draft reads; None: those of draft or kind
@@ -58,10 +58,7 @@ class DistillOptions(CheckedOptions):
     command: str = ""  # for the model card
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise unknown("stage", self.stage, STAGES)
-        if self.kind not in KINDS:
-            raise unknown("kind", self.kind, KINDS)
+        super().__post_init__()
         if self.taps and self.kind == "standalone" and self.stage != "text":
             raise UserError(
                 f"taps is {tap_list(self.taps)}, and the kind standalone reads none: leave it out, or name --stage text"
@@ -73,12 +70,7 @@ class DistillOptions(CheckedOptions):
             raise UserError(f"glancing is {self.train.loss.glancing:g}, and the kind {self.kind} does not use it")
         if self.stage == START and self.kind != "standalone":
             raise UserError(f"--stage start writes a draft of the kind standalone, not {self.kind}")
-        if self.runtime not in RUNTIMES:
-            raise unknown("runtime", self.runtime, RUNTIMES)
-        super().__post_init__()
-        if self.seconds is not None:
-            check_range("budget", self.seconds, 1.0)
-        if self.tokens is None and self.seconds is None and self.runs("text"):
+        if self.tokens is None and self.budget is None and self.runs("text"):
             raise UserError("say how much to distil: a time (--budget 2h) or a number of tokens (--tokens 100000)")
         if not self.temperatures:
             raise UserError("temperatures is empty, at least one is needed")

@@ -22,26 +22,25 @@ StageProgress = Callable[[str, Figures], None]
 """Receives the stage's name and its figures."""
 
 INTERVAL = 30.0  # seconds between two lines without a terminal
-NAMES = {
-    "tokens": "tokens",
-    "tokens_per_second": "tokens/s",
-    "loss": "loss",
-    "top1": "held-out agreement",
-    "chain": "chain of 4",
-    "tree": "tree of 16",
-    "prompts": "prompts",
-    "questions": "questions",
-    "mismatches": "mismatches",
-    "important": "important",
-    "shards": "shards",
-    "step": "step",
-    "judged": "done",
-    "bytes_per_token": "bytes/token",
-    "dropped": "torn shards dropped",
-    "seconds_left": "left",
+COUNT, SHARE = ",.0f", ".3f"
+NAMES = {  # and formats
+    "tokens": ("tokens", COUNT),
+    "tokens_per_second": ("tokens/s", COUNT),
+    "loss": ("loss", SHARE),
+    "top1": ("held-out agreement", SHARE),
+    "chain": ("chain of 4", SHARE),
+    "tree": ("tree of 16", SHARE),
+    "prompts": ("prompts", SHARE),
+    "questions": ("questions", COUNT),
+    "mismatches": ("mismatches", COUNT),
+    "important": ("important", COUNT),
+    "shards": ("shards", COUNT),
+    "step": ("step", COUNT),
+    "judged": ("done", ".0%"),
+    "bytes_per_token": ("bytes/token", COUNT),
+    "dropped": ("torn shards dropped", COUNT),
+    "seconds_left": ("left", ""),
 }
-COUNTS = {"tokens", "shards", "step", "dropped", "tokens_per_second", "bytes_per_token"}
-COUNTS |= {"questions", "mismatches", "important"}
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -67,7 +66,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if is_new:
             self._stage, self._figures = stage, {}
         self._figures |= figures
-        texts = {NAMES[name]: _format(name, self._figures[name]) for name in NAMES if name in self._figures}
+        texts = {
+            label: format(self._figures[name], spec) if spec else str(timedelta(seconds=round(self._figures[name])))
+            for name, (label, spec) in NAMES.items()
+            if name in self._figures
+        }
         if self._live is not None:
             table = Table("", *texts, box=None, padding=(0, 2))
             table.add_row(stage, *texts.values())
@@ -76,13 +79,3 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._printed = time.monotonic()
             shown = ", ".join(f"{name} {text}" for name, text in texts.items())
             self._console.print(f"{time.strftime('%H:%M:%S')} {stage}: {shown}", soft_wrap=True)
-
-
-def _format(name: str, value: float) -> str:
-    if name == "seconds_left":
-        return str(timedelta(seconds=round(value)))
-    if name == "judged":
-        return f"{value:.0%}"
-    if name in COUNTS:
-        return f"{value:,.0f}"
-    return f"{value:.3f}"

@@ -13,6 +13,7 @@ from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE, read_curve
 from outpace.models.files.checkpoint import read_json
 from outpace.models.files.find import resolve, shipped_model
+from outpace.models.files.reading import read_optional_json
 from outpace.models.heads.reader import LAYER_IDS, TAPS
 from outpace.models.llama.config.llama_config import from_dict
 
@@ -131,7 +132,7 @@ def plot(found: Evaluation, curve: Sequence[Mapping[str, Any]], file: Path) -> N
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Read the record of a run; empty if there is none."""
-    return read_json(folder / STATE) if (folder / STATE).exists() else {}
+    return read_optional_json(folder / STATE)
 
 
 def record(folder: Path, command: str, **changes: Any) -> None:

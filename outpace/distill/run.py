@@ -117,8 +117,8 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
                 options = replace(options, shape=DraftShape(vocab=REDUCED_VOCAB))
             if options.runs("train") or options.stage == START:
                 trained = _check_draft(options, checkpoint, sizes)
-                if options.runs("train") and options.seconds is not None:
-                    _check_budget(options, options.seconds, checkpoint, sizes, trained)
+                if options.runs("train") and options.budget is not None:
+                    _check_budget(options, options.budget, checkpoint, sizes, trained)
         if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
     if options.runs("judge"):
@@ -201,7 +201,7 @@ def start_stage(options: DistillOptions, target: Path) -> None:
 def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
     """Write the target's text, until there is enough of it or its share of the time is used up."""
     spent = read_state(options.out).get("text_seconds", 0.0)
-    seconds = None if options.seconds is None else max(options.seconds * TEXT_SHARE - spent, 0.0)
+    seconds = None if options.budget is None else max(options.budget * TEXT_SHARE - spent, 0.0)
     started = time.monotonic()
     with stage_lock(options.out / TEXT, "writing text"):
         try:
@@ -215,9 +215,9 @@ def text_stage(options: DistillOptions, target: Path, progress: StageProgress) -
 def train_stage(options: DistillOptions, target: Path, progress: StageProgress) -> None:
     """Train the draft from the start or from its last checkpoint, and write it."""
     text, folder, train = options.text_folder, options.out / TRAINING, options.train
-    if options.seconds is not None:
+    if options.budget is not None:
         share = 1.0 - STEERED_SHARE if options.steers else 1.0
-        train = replace(train, seconds=options.seconds * TRAIN_SHARE * share)
+        train = replace(train, seconds=options.budget * TRAIN_SHARE * share)
     samples, _ = read_samples(text, train.length, options.taps or ())
     if train.seconds is None and train.tokens is None:
         train = replace(train, tokens=int(options.epochs * sum(len(sample.top_ids) for sample in samples)))
@@ -248,7 +248,7 @@ def _steering(options: DistillOptions) -> DistillOptions:
         options,
         out=out,
         stage="train",
-        seconds=None if options.seconds is None else options.seconds * STEERED_SHARE,
+        budget=None if options.budget is None else options.budget * STEERED_SHARE,
         kind="steered",
         steers=False,
         shards=options.text_folder,

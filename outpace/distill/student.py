@@ -200,7 +200,14 @@ class Student:
     def _heads(self, prefix: str, h: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of normed inputs, a key for each query head: [rows, heads, length, d]."""
         config = self.config
-        query, key, value = self._query_key_value(prefix, h)
+        if config.fused:
+            counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            parts: Iterable[Tensor] = self._linear(prefix + QKV, h).unflatten(2, (-1, config.head_dim)).split(counts, 2)
+        else:
+            parts = (
+                self._linear(f"{prefix}self_attn.{name}_proj", h).unflatten(2, (-1, config.head_dim)) for name in "qkv"
+            )
+        query, key, value = parts
         if config.head_norm:
             query = self._normed(query.float(), prefix + "self_attn.q_norm.weight")
             key = self._normed(key.float(), prefix + "self_attn.k_norm.weight")
@@ -224,15 +231,6 @@ class Student:
         up = up if mlp_bias is None else up + mlp_bias
         gate = F.gelu(gate, approximate="tanh") if config.activation == GELU else F.silu(gate)
         return self._added(x, self._linear(prefix + "mlp.down_proj", gate * up), prefix + MLP_OUTPUT_NORM)
-
-    def _query_key_value(self, prefix: str, h: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, [rows, length, heads, d] each."""
-        config = self.config
-        if config.fused:
-            counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-            return self._linear(prefix + QKV, h).unflatten(2, (-1, config.head_dim)).split(counts, 2)
-        parts = (self._linear(f"{prefix}self_attn.{name}_proj", h) for name in "qkv")
-        return tuple(part.unflatten(2, (-1, config.head_dim)) for part in parts)
 
     def _added(self, x: Tensor, branch: Tensor, norm: str) -> Tensor:
         """Add a sublayer's output to the residual, after a norm in models with sandwich norms."""

@@ -48,13 +48,6 @@ class TapState(DraftState):
 
     parts: list[Taps]
 
-    def taps(self, tokens: int) -> Taps:
-        """Return the hidden states of a text of this many tokens; those of its last tokens are zero, as the target
-        has not read them."""
-        levels, scales = (np.concatenate(arrays) for arrays in zip(*self.parts, strict=True))
-        missing = tokens - len(levels)
-        return Taps(np.pad(levels, ((0, missing), (0, 0), (0, 0))), np.pad(scales, ((0, missing), (0, 0))))
-
 
 class TapRecorder(Drafter):
     """Drafts nothing, and records the target's hidden states after the numbers of layers in `layers`."""
@@ -78,8 +71,12 @@ class TapRecorder(Drafter):
         return state
 
     def take(self, request: Request, tokens: int) -> Taps:
-        """Return what was recorded of a finished request, whose text has this many tokens, and forget it."""
-        return self._states.pop(id(request)).taps(tokens)
+        """Return what was recorded of a finished request, whose text has this many tokens, and forget it. The hidden
+        states of its last tokens are zero, as the target has not read them."""
+        parts = self._states.pop(id(request)).parts
+        levels, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        missing = tokens - len(levels)
+        return Taps(np.pad(levels, ((0, missing), (0, 0), (0, 0))), np.pad(scales, ((0, missing), (0, 0))))
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         """Add no nodes."""

@@ -123,10 +123,7 @@ class Eagle3Student(HeadStudent):
     def fuse(self, batch: PackedRows) -> Tensor:
         """Return the features of the target's hidden states: [rows, length, hidden]."""
         assert batch.taps is not None
-        taps = batch.taps
-        if self.head.fc_norm:
-            parts = taps.chunk(len(self.taps), -1)
-            taps = torch.cat([self._normed(part, f"model.fc_norm.{n}.weight") for n, part in enumerate(parts)], -1)
+        taps = self.normed_taps(batch.taps, "model.") if self.head.fc_norm else batch.taps
         if self.head.norm_before_fc:
             taps = self._normed(taps, "model.input_norm.weight")
         return self._linear("model.fc", taps).float()

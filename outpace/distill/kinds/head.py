@@ -93,6 +93,11 @@ class HeadStudent(Student):
         """Return the fields of config.json that only this kind has; `num_drafted`: the recommended draft length."""
         raise NotImplementedError
 
+    def normed_taps(self, taps: Tensor, prefix: str = "") -> Tensor:
+        """Return the target's hidden states, each normed: [rows, length, taps * hidden]."""
+        parts = taps.chunk(len(self.taps), -1)
+        return torch.cat([self._normed(part, f"{prefix}fc_norm.{n}.weight") for n, part in enumerate(parts)], -1)
+
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
         return default_head_taps(num_layers)

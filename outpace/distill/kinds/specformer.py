@@ -116,7 +116,8 @@ class SpecFormerStudent(HeadStudent):
     def slots(self, batch: PackedRows, places: Tensor) -> Tensor:
         """Return the outputs of all slots at these flat positions, before the final norm: [places, slots, hidden]."""
         config, count = self.config, self.head.block
-        x = self._linear("fc", torch.cat([self.embedded(batch), self.normed_taps(batch)], -1)).float()
+        assert batch.taps is not None
+        x = self._linear("fc", torch.cat([self.embedded(batch), self.normed_taps(batch.taps.float())], -1)).float()
         table = rope_tables(config.head_dim, config.rotations[0], batch.positions)
         heads = self._heads(CONTEXT, self._normed(x, CONTEXT + "input_layernorm.weight"), table)
         attended = attention(*heads, causal_mask(batch, None).to(heads[0].dtype), config.attention_scale)
@@ -131,12 +132,6 @@ class SpecFormerStudent(HeadStudent):
     def embedded(self, batch: PackedRows) -> Tensor:
         """Return the normed embedding of the token after each position: [rows, length, hidden]."""
         return self._normed(F.embedding(batch.tokens.roll(-1, 1), self.tensors[EMBEDDING]), "embed_norm.weight")
-
-    def normed_taps(self, batch: PackedRows) -> Tensor:
-        """Return the target's hidden states, each normed: [rows, length, taps * hidden]."""
-        assert batch.taps is not None
-        parts = batch.taps.float().chunk(len(self.taps), -1)
-        return torch.cat([self._normed(part, f"fc_norm.{n}.weight") for n, part in enumerate(parts)], -1)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         """Score by the target's final norm and output layer, which are not trained."""
