@@ -175,9 +175,9 @@ def of_the_row_before(reduce: Original) -> Original:
 
 
 def unscaled(best_fit: Original) -> Original:
-    def mutated(data: Any) -> Any:
-        scores, weight, *rest = best_fit(data)
-        return scores, weight * data.hidden[~data.is_held_out].std(0), *rest
+    def mutated(trained: Any, *others: Any) -> Any:
+        scores, weight, *rest = best_fit(trained, *others)
+        return scores, weight * trained.std(0), *rest
 
     return mutated
 

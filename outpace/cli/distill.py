@@ -30,6 +30,19 @@ def seconds(text: str) -> float:
 
 
 @dataclass(frozen=True)
+class RunFlags:
+    """The target, and the folder of the run."""
+
+    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model")
+    out: Path = flag(Path("distilled"), "Folder of the run; a run that stopped is continued.")
+    gguf: Path | None = flag(
+        None, "Write the draft of --out (a run's folder, a draft, or shipped) to this GGUF file, for llama.cpp."
+    )
+    device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ...")
+    seed: int = flag(0, SEED, panel=TEXT)
+
+
+@dataclass(frozen=True)
 class TextFlags:
     """The text to train on."""
 
@@ -110,21 +123,15 @@ CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU, many small steps learn more than a few la
 
 @flags
 def distill(
+    run: RunFlags,
     text: TextFlags,
     shape: ShapeFlags,
     training: TrainingFlags,
     evaluation: EvaluationFlags,
-    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model"),
-    out: Path = flag(Path("distilled"), "Folder of the run; a run that stopped is continued."),
-    gguf: Path | None = flag(
-        None, "Write the draft of --out (a run's folder, a draft, or shipped) to this GGUF file, for llama.cpp."
-    ),
-    device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ..."),
-    seed: int = flag(0, SEED, panel=TEXT),
     as_json: bool = JSON,
 ) -> None:
     """Train a draft for a target on the target's own text; or write prompts, or evaluate or convert a draft."""
-    actions = (text.write_prompts, evaluation.evaluate, gguf)
+    actions = (text.write_prompts, evaluation.evaluate, run.gguf)
     if (named := len(actions) - actions.count(None)) > 1:
         raise UserError("--write-prompts, --evaluate and --gguf exclude one another, choose one")
     if text.begin and text.write_prompts is None:
@@ -132,11 +139,11 @@ def distill(
     if named:
         text = replace(text, stage="judge")  # evaluate only
     require("outpace distill", "torch")
-    if gguf is not None:
-        _write_gguf(out, target, gguf)
+    if run.gguf is not None:
+        _write_gguf(run.out, run.target, run.gguf)
         return
-    options = _options(text, shape, training, evaluation, target, out, device, seed)
-    with sigterm_as_interrupt(), saying_what_is_kept(out):
+    options = _options(run, text, shape, training, evaluation)
+    with sigterm_as_interrupt(), saying_what_is_kept(run.out):
         if text.write_prompts is None:
             _run(options, as_json)
         else:
@@ -191,14 +198,7 @@ def _run(options: DistillOptions, as_json: bool) -> None:
 
 
 def _options(
-    text: TextFlags,
-    shape: ShapeFlags,
-    training: TrainingFlags,
-    evaluation: EvaluationFlags,
-    target: str | None,
-    out: Path,
-    device: str,
-    seed: int,
+    run: RunFlags, text: TextFlags, shape: ShapeFlags, training: TrainingFlags, evaluation: EvaluationFlags
 ) -> DistillOptions:
     from outpace.distill.draft_shape import resolve_draft
     from outpace.distill.evaluate import EvaluationOptions
@@ -211,19 +211,18 @@ def _options(
     from outpace.distill.writer import WriterOptions
     from outpace.models.files.find import shipped_model
 
-    budget = None if text.budget is None else seconds(text.budget)
     for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):
         check_whole(name, value, 1)
     if training.batch_rows is not None:
         check_whole("batch_rows", training.batch_rows, 1)
-    has_gpu = not device.startswith("cpu")
-    answers = text.rows if text.rows is not None else GPU_ANSWERS if device.startswith("cuda") else CPU_ANSWERS
+    has_gpu = not run.device.startswith("cpu")
+    answers = text.rows if text.rows is not None else GPU_ANSWERS if run.device.startswith("cuda") else CPU_ANSWERS
     kind, steers = shape.kind or "standalone", False
     if shape.kind is None and text.stage in ("text", "train", "all"):
         is_shaped = shape != ShapeFlags() or text.taps is not None
         is_open = text.stage == "all" and not is_shaped
-        name = shipped_model().stem if target is None else Path(target).name
-        kind, steers, why = choose_kind(out, device, name, is_open, is_shaped)
+        name = shipped_model().stem if run.target is None else Path(run.target).name
+        kind, steers, why = choose_kind(run.out, run.device, name, is_open, is_shaped)
         if why:
             more = " and a steering of it" if steers else ""
             display.say(f"kind: {kind}{more}, because {why}; --kind names another")
@@ -234,29 +233,29 @@ def _options(
     taps_says = f"taps is {text.taps!r}, it must be numbers of layers as in 2,15,27"
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
-        seed=seed,
+        seed=run.seed,
         loss=LossOptions(training.token_weight, training.distribution_weight, training.glancing),
         **common_fields(training, TrainOptions) | {"learning_rate": rate},
     )
     return DistillOptions(
-        target=target,
-        out=out,
+        target=run.target,
+        out=run.out,
         prompts=tuple(text.prompts or (BUILT_IN,)),
         stage=text.stage,
         temperatures=tuple(numbers(text.temperatures, float, says)),
         runtime=evaluation.runtime,
         tokens=text.tokens,
-        budget=budget,
+        budget=None if text.budget is None else seconds(text.budget),
         epochs=text.epochs,
-        device=device,
-        evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, target),
+        device=run.device,
+        evaluate=None if evaluation.evaluate is None else resolve_draft("evaluate", evaluation.evaluate, run.target),
         tasks=tuple(evaluation.tasks or ()),
         kind=kind,
         steers=steers,
         taps=None if text.taps is None else tuple(numbers(text.taps, int, taps_says)),
-        shape=KINDS[kind].shape_from_options(shape.layers, shape.init, shape.vocab, target),
-        writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=seed),
+        shape=KINDS[kind].shape_from_options(shape.layers, shape.init, shape.vocab, run.target),
+        writer=WriterOptions(rows=answers, max_tokens=text.answer_tokens, seed=run.seed),
         train=train,
-        evaluation=EvaluationOptions(evaluation.judged, seed=seed),
+        evaluation=EvaluationOptions(evaluation.judged, seed=run.seed),
         command=shlex.join(["outpace", *sys.argv[1:]]),
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from outpace.core.errors import UserError, require
 from outpace.core.options import CheckedOptions
-from outpace.distill.mining import Journal, Miner, MiningOptions, Mismatch, Question, all_mismatches, read_questions
+from outpace.distill.mining import Journal, Miner, MiningOptions, Mismatch, Question, read_questions
 from outpace.models.files.cache import exclusive_lock
 from outpace.models.runtimes import Loaded
 from outpace.rules.judge import FILE, JudgeFile
@@ -53,9 +53,8 @@ def make_judge(target: Loaded, draft: Loaded, options: JudgeOptions, progress: S
         options.out.mkdir(parents=True, exist_ok=True)
         journal = Journal(options.out, miner.settings(), questions)
         miner.mine(journal, lambda figures: progress("mining", figures))
-        found = list(all_mismatches(journal.found.values()))
         facts = {"draft": Path(draft.name).name, "questions": len(questions)}
-        judge = train(found, miner.tap, target.identity, _task_digests(questions), facts)
+        judge = train(journal.mismatches, miner.tap, target.identity, _task_digests(questions), facts)
         judge.save(options.out / FILE)
     return judge
 

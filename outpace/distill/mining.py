@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -128,6 +128,11 @@ class Journal:
                 os.truncate(self._file, len(whole_lines))
             for place, line in enumerate(whole_lines.splitlines(), 1):
                 self._read(line, place)
+
+    @property
+    def mismatches(self) -> list[tuple[Question, Mismatch]]:
+        """All mismatches with their questions."""
+        return [(one.question, mismatch) for one in self.found.values() for mismatch in one.mismatches]
 
     def _read(self, line: bytes, place: int) -> None:
         try:
@@ -318,7 +323,7 @@ def _figures(journal: Journal, before: int, seconds: float) -> dict[str, float]:
     mean = sum(known) / max(len(known), 1)
     left = sum(max(mean - one.written, 0.0) for one in mined if not one.is_done)
     rate = (sum(one.written for one in mined) - before) / seconds if seconds else 0.0
-    mismatches = list(all_mismatches(mined))
+    mismatches = journal.mismatches
     return {
         "questions": sum(one.is_done for one in mined),
         "mismatches": len(mismatches),
@@ -326,10 +331,3 @@ def _figures(journal: Journal, before: int, seconds: float) -> dict[str, float]:
         "tokens_per_second": rate,
         **({"seconds_left": left / rate} if rate else {}),
     }
-
-
-def all_mismatches(mined: Any) -> Iterator[tuple[Question, Mismatch]]:
-    """Yield all mismatches with their questions."""
-    for one in mined:
-        for mismatch in one.mismatches:
-            yield one.question, mismatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from math import prod
@@ -27,13 +27,12 @@ from outpace.distill.student import Student
 from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, operations_per_second, read_curve
 from outpace.models.files.cache import new_file
-from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import is_packed, open_folder, open_source, resolve
 from outpace.models.files.gguf.writer import TABLE_KIND, read_fields, write_file
 from outpace.models.files.pairs import shipped_draft
 from outpace.models.heads.config import STEERING
 from outpace.models.heads.files import kind_of_head
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
 from outpace.models.text.tokenizer import Tokenizer, tokenizer_of
@@ -116,9 +115,17 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
             if options.steers and options.shape == DraftShape() and sizes.vocab_size > LARGE_VOCAB:
                 options = replace(options, shape=DraftShape(vocab=REDUCED_VOCAB))
             if options.runs("train") or options.stage == START:
-                trained = _check_draft(options, checkpoint, sizes)
-                if options.runs("train") and options.budget is not None:
-                    _check_budget(options, options.budget, checkpoint, sizes, trained)
+                shape, folder = options.shape, options.out / TRAINING
+                if shape.vocab > sizes.vocab_size:
+                    raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
+                trained = KINDS[options.kind].trained_shapes(checkpoint, shape, taps)
+                chosen_vocab_ids(folder, shape.vocab)
+                check_state(folder, trained)
+                if options.kind == "steered":  # steps run the draft too, which is not trained
+                    trained |= Student.trained_shapes(checkpoint, shape)
+                if options.runs("train") and options.budget is not None and not (folder / CURVE).exists():
+                    weights = sum(map(prod, trained.values())) + (shape.vocab or sizes.vocab_size) * sizes.hidden_size
+                    _check_budget(options, options.budget, weights)
         if options.runs("text"):
             _check_lengths(options, texts, Tokenizer.from_folder(target), sizes.max_positions)
     if options.runs("judge"):
@@ -132,33 +139,10 @@ def check(options: DistillOptions, target: Path | None) -> DistillOptions:
     return options
 
 
-def _check_draft(options: DistillOptions, checkpoint: Checkpoint, sizes: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Check the draft's shape, and that the folder has no training of another one; return the shapes of the trained
-    tensors."""
-    shape, folder = options.shape, options.out / TRAINING
-    if shape.vocab > sizes.vocab_size:
-        raise UserError(f"vocab is {shape.vocab}, the target has {sizes.vocab_size} tokens")
-    trained = KINDS[options.kind].trained_shapes(checkpoint, shape, options.taps or ())
-    chosen_vocab_ids(folder, shape.vocab)
-    check_state(folder, trained)
-    return trained
-
-
-def _check_budget(
-    options: DistillOptions,
-    seconds: float,
-    checkpoint: Checkpoint,
-    sizes: LlamaConfig,
-    trained: Mapping[str, tuple[int, ...]],
-) -> None:
+def _check_budget(options: DistillOptions, seconds: float, weights: int) -> None:
     """Raise UserError if the budget of a new training is too short for its warm-up steps. Their time is estimated from
-    the number of operations and the measured speed of a matrix product. `trained`: shapes of the trained tensors."""
-    if (options.out / TRAINING / CURVE).exists():
-        return
-    train, shapes = options.train, {**trained}
-    if options.kind == "steered":  # steps run the draft too, which is not trained
-        shapes |= KINDS["standalone"].trained_shapes(checkpoint, options.shape, ())
-    weights = sum(map(prod, shapes.values())) + (options.shape.vocab or sizes.vocab_size) * sizes.hidden_size
+    the number of operations, of as many weights, and the measured speed of a matrix product."""
+    train = options.train
     operations = 6.0 * weights * train.rows * train.length  # forward and backward
     share = TRAIN_SHARE * (1.0 - STEERED_SHARE if options.steers else 1.0)
     min_seconds = train.warmup * operations / operations_per_second(options.device) / share
