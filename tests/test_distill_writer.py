@@ -13,10 +13,11 @@ from distill_files import target_folder
 from outpace.core.errors import UserError
 from outpace.distill import text
 from outpace.distill.text import load_target
-from outpace.distill.writer import AnswerJob, EngineWriter, GraphLoopWriter, WriterOptions, WrittenAnswer
+from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, engine_answers, loop_answers
 from outpace.models.base import Model, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.writing_loop import WritingLoop
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.llama.torch.runtime import Llama
 
@@ -27,16 +28,15 @@ STOP = frozenset({7})
 
 
 def write(rows: int, model: Model = TARGET) -> dict[int, WrittenAnswer]:
-    writer = EngineWriter(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4))
-    return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
+    answers = engine_answers(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4), iter(JOBS))
+    return {answer.job.number: answer for answer in answers}
 
 
 def write_by_loop(rows: int, model: Model) -> dict[int, WrittenAnswer]:
     assert isinstance(model, GraphLlama)
-    writer = GraphLoopWriter(
-        model, STOP, WriterOptions(max_tokens=12, top=4), max(len(job.prompt) for job in JOBS), rows
-    )
-    return {answer.job.number: answer for answer in writer.answers(iter(JOBS))}
+    loop = WritingLoop(model, rows, max(len(job.prompt) for job in JOBS) + 12, 4)
+    answers = loop_answers(loop, STOP, WriterOptions(max_tokens=12, top=4), iter(JOBS))
+    return {answer.job.number: answer for answer in answers}
 
 
 @pytest.mark.parametrize("rows", [1, 4, 30])

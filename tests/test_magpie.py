@@ -38,10 +38,8 @@ class ScriptedWriter:
     def __init__(self, texts: list[str], target: Path) -> None:
         self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[AnswerJob]()
 
-    def __call__(self, *arguments: Any) -> ScriptedWriter:
-        return self
-
-    def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
+    def __call__(self, *arguments: Any) -> Iterator[WrittenAnswer]:
+        jobs: Iterator[AnswerJob] = arguments[-1]
         end = min(self._tokenizer.stop_ids)
         for text, job in zip(self._texts, jobs, strict=False):
             self.jobs.append(job)
@@ -54,14 +52,14 @@ class ScriptedWriter:
 def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = ["hello world hello", "hello", "CUT hello world or well", "hello world hello", "well well or all he"]
     writer = ScriptedWriter(told, target)
-    monkeypatch.setattr(writing, "make_writer", writer)
+    monkeypatch.setattr(writing, "write_answers", writer)
     kept = [told[0], told[4]]
     assert write(target, 2, tmp_path) == kept
     assert {job.temperature for job in writer.jobs} == {writing.TEMPERATURE}
 
     assert write(target, 2, tmp_path) == kept, "it has enough"
     more = ScriptedWriter([told[0], "12 worlds or 12 hells"], target)
-    monkeypatch.setattr(writing, "make_writer", more)
+    monkeypatch.setattr(writing, "write_answers", more)
     assert write(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "old prompts are not written again"
     assert not {job.number for job in more.jobs} & {job.number for job in writer.jobs}
 
@@ -82,7 +80,7 @@ def test_a_target_without_messages_or_a_template_is_an_error(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "_MAX_TRIES", 5)
-    monkeypatch.setattr(writing, "make_writer", ScriptedWriter(["CUT hello world or well"] * 20, target))
+    monkeypatch.setattr(writing, "write_answers", ScriptedWriter(["CUT hello world or well"] * 20, target))
     with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
         write(target, 2, tmp_path)
     bare = target_folder(tmp_path / "bare")
@@ -95,7 +93,7 @@ def test_prompts_begin_with_each_begin_in_rotation(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = ScriptedWriter([" world or well he", " well or all or he"] * 2, target)
-    monkeypatch.setattr(writing, "make_writer", writer)
+    monkeypatch.setattr(writing, "write_answers", writer)
     given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
     found = read_prompts(writing.write_prompts(target, 2, tmp_path, *given))
     assert found == ["hello world or well he", "lo well or all or he"]
@@ -109,7 +107,7 @@ def test_two_processes_at_the_same_prompts(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused before it reads what is there, for the first goes on writing."""
-    monkeypatch.setattr(writing, "make_writer", ScriptedWriter(["hello world or well"] * 3, target))
+    monkeypatch.setattr(writing, "write_answers", ScriptedWriter(["hello world or well"] * 3, target))
     command = ["--target", target, "--out", tmp_path, "--write-prompts", 1]
     with exclusive_lock(tmp_path / "prompts.jsonl"):
         assert run_command(*command) == 2

@@ -20,7 +20,7 @@ from outpace.distill.run import check, distill
 from outpace.distill.shards import TextFolder
 from outpace.distill.taps import LEVELS, tap_list
 from outpace.distill.train import Trainer, TrainOptions, agreement, read_curve
-from outpace.distill.writer import AnswerJob, EngineWriter, WriterOptions
+from outpace.distill.writer import AnswerJob, WriterOptions, engine_answers
 from outpace.models.load import load_model
 
 TAPS, LENGTH = (1, 3, 4), 96
@@ -33,8 +33,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     made = target_folder(folder / "target", HEAD_TARGETS[request.param] | {"num_hidden_layers": 4})
     model = load_model(made, dtype="float32", runtime="llama").model
-    writer = EngineWriter(model, frozenset({2}), WriterOptions(rows=4, max_tokens=30, top=4, taps=TAPS))
-    answers = [*writer.answers(iter(JOBS))]
+    options = WriterOptions(rows=4, max_tokens=30, top=4, taps=TAPS)
+    answers = [*engine_answers(model, frozenset({2}), options, iter(JOBS))]
     TextFolder(folder / "stored", {}, {"taps": tap_list(TAPS)}).add(answers)
     TextFolder(folder / "without", {}).add([replace(answer, taps=None) for answer in answers])
     return made

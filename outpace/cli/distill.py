@@ -13,7 +13,8 @@ from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, SEED, TARGET, TARGET_NAMES, TEXT
 from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
-from outpace.core.errors import UserError, check_whole, require, unknown
+from outpace.core.errors import UserError, require, unknown
+from outpace.core.options import CheckedOptions, whole
 
 if TYPE_CHECKING:
     from outpace.distill.options import DistillOptions
@@ -40,10 +41,11 @@ class RunFlags:
     )
     device: str = flag("cpu", "Device of both models: cpu, cuda, cuda:1, ...")
     seed: int = flag(0, SEED, panel=TEXT)
+    as_json: bool = JSON
 
 
 @dataclass(frozen=True)
-class TextFlags:
+class TextFlags(CheckedOptions):
     """The text to train on."""
 
     panel: ClassVar[str] = "Amount"
@@ -55,7 +57,7 @@ class TextFlags:
     budget: str | None = flag(None, "Time for text and training: 90s, 30m, 2h. The evaluation takes minutes more.")
     tokens: int | None = flag(None, "Instead of a budget: tokens that the target writes; started answers are finished.")
     epochs: float = flag(3.0, "How often training goes through the text.")
-    answer_tokens: int = flag(256, "The longest answer, in tokens.")
+    answer_tokens: int = whole(256, 1, help="The longest answer, in tokens.")
     taps: str | None = flag(
         None,
         "Layers after which the draft reads the target's hidden states, as in 2,15,27; default: by --kind or --init.",
@@ -88,14 +90,16 @@ class ShapeFlags:
 
 
 @dataclass(frozen=True)
-class TrainingFlags:
+class TrainingFlags(CheckedOptions):
     """The training."""
 
     panel: ClassVar[str] = "Training"
     learning_rate: float | None = flag(None, "The highest learning rate; the default depends on --kind.")
     cooldown: float = flag(1.0, "Share of training over which the learning rate falls.")
     warmup: int = flag(40, "Steps over which the learning rate rises.")
-    batch_rows: int | None = flag(None, "Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere.")
+    batch_rows: int | None = whole(
+        None, 1, help="Rows of --length tokens in a step; the default is 1 on a CPU and 8 elsewhere."
+    )
     length: int = flag(512, "Tokens in a row.")
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
     distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
@@ -107,13 +111,13 @@ class TrainingFlags:
 
 
 @dataclass(frozen=True)
-class EvaluationFlags:
+class EvaluationFlags(CheckedOptions):
     """The evaluation."""
 
     panel: ClassVar[str] = "Evaluation"
     evaluate: str | None = flag(None, "Evaluate this draft (a folder, or shipped), and do nothing else.")
     tasks: list[str] | None = flag(None, "A .jsonl file of prompts to evaluate on; may be repeated.")
-    judged: int = flag(20, "Prompts of each task that are evaluated.")
+    judged: int = whole(20, 1, help="Prompts of each task that are evaluated.")
     runtime: str = flag("auto", "Runtime of both models in the evaluation: auto, llama, native or transformers.")
 
 
@@ -123,12 +127,7 @@ CPU_ROWS, GPU_ROWS = 1, 8  # on a CPU, many small steps learn more than a few la
 
 @flags
 def distill(
-    run: RunFlags,
-    text: TextFlags,
-    shape: ShapeFlags,
-    training: TrainingFlags,
-    evaluation: EvaluationFlags,
-    as_json: bool = JSON,
+    run: RunFlags, text: TextFlags, shape: ShapeFlags, training: TrainingFlags, evaluation: EvaluationFlags
 ) -> None:
     """Train a draft for a target on the target's own text; or write prompts, or evaluate or convert a draft."""
     actions = (text.write_prompts, evaluation.evaluate, run.gguf)
@@ -145,7 +144,7 @@ def distill(
     options = _options(run, text, shape, training, evaluation)
     with sigterm_as_interrupt(), saying_what_is_kept(run.out):
         if text.write_prompts is None:
-            _run(options, as_json)
+            _run(options, run.as_json)
         else:
             _write_prompts(text.write_prompts, options, tuple(text.begin or ("",)))
 
@@ -211,10 +210,6 @@ def _options(
     from outpace.distill.writer import WriterOptions
     from outpace.models.files.find import shipped_model
 
-    for name, value in (("answer_tokens", text.answer_tokens), ("judged", evaluation.judged)):
-        check_whole(name, value, 1)
-    if training.batch_rows is not None:
-        check_whole("batch_rows", training.batch_rows, 1)
     has_gpu = not run.device.startswith("cpu")
     answers = text.rows if text.rows is not None else GPU_ANSWERS if run.device.startswith("cuda") else CPU_ANSWERS
     kind, steers = shape.kind or "standalone", False

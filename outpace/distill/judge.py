@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from outpace.core.errors import UserError, require
 from outpace.core.options import CheckedOptions
 from outpace.distill.mining import Journal, Miner, MiningOptions, Mismatch, Question, read_questions
+from outpace.distill.progress_display import StageProgress
 from outpace.models.files.cache import exclusive_lock
 from outpace.models.runtimes import Loaded
 from outpace.rules.judge import FILE, JudgeFile
@@ -27,7 +28,6 @@ GRID = tuple(10.0**power for power in range(-7, 2))  # values of C
 MIN_MISMATCHES = 200  # number of mismatches that training needs
 HELD_OUT = 0.1  # share of the prompts
 POINTS = 101  # of the curve
-StageProgress = Callable[[str, dict[str, float]], None]
 
 
 @dataclass(frozen=True)

@@ -127,23 +127,19 @@ class Journal:
             if len(whole_lines) < len(data):  # the last line was torn
                 os.truncate(self._file, len(whole_lines))
             for place, line in enumerate(whole_lines.splitlines(), 1):
-                self._read(line, place)
+                try:
+                    entry = json.loads(line)
+                    if (mined := self.found.get(entry["question"])) is not None:
+                        self._apply(mined, entry)
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    raise UserError(
+                        f"{self._file}, line {place} is damaged ({error}): remove it, or name another --out"
+                    ) from error
 
     @property
     def mismatches(self) -> list[tuple[Question, Mismatch]]:
         """All mismatches with their questions."""
         return [(one.question, mismatch) for one in self.found.values() for mismatch in one.mismatches]
-
-    def _read(self, line: bytes, place: int) -> None:
-        try:
-            entry = json.loads(line)
-            mined = self.found.get(entry["question"])
-            if mined is not None:
-                self._apply(mined, entry)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{self._file}, line {place} is damaged ({error}): remove it, or name another --out"
-            ) from error
 
     def add(self, mined: MinedQuestion, entry: Mapping[str, Any]) -> None:
         """Append an entry to the file, then apply it; UserError if it cannot be written."""

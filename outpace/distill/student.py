@@ -181,24 +181,20 @@ class Student:
         x = x if config.embedding_scale == 1.0 else x * config.embedding_scale
         found = {0: x}
         for layer in range(config.num_layers):
-            table, mask = tables.get(config.rotation(layer)), masks[config.window(layer)]
-            bias = None if mlp_bias is None else mlp_bias[:, :, layer]
-            x = self._layer(f"model.layers.{layer}.", x, table, mask, bias)
+            prefix, mask = f"model.layers.{layer}.", masks[config.window(layer)]
+            normed = self._normed(x, prefix + "input_layernorm.weight")
+            query, key, value = self._heads(prefix, normed, tables.get(config.rotation(layer)))
+            attended = attention(query, key, value, mask.to(query.dtype), config.attention_scale)
+            x = self._finish_layer(prefix, x, attended, None if mlp_bias is None else mlp_bias[:, :, layer])
             if layer + 1 in layers:
                 found[layer + 1] = x
         return [found[layer] for layer in layers]
 
-    def _layer(
-        self, prefix: str, x: Tensor, table: tuple[Tensor, Tensor] | None, mask: Tensor, mlp_bias: Tensor | None = None
-    ) -> Tensor:
-        """Apply a layer to x, [rows, length, hidden]; without a rotary `table` it has no positional embedding.
-        `mlp_bias`: [rows, length, MLP width]."""
-        query, key, value = self._heads(prefix, self._normed(x, prefix + "input_layernorm.weight"), table)
-        attended = attention(query, key, value, mask.to(query.dtype), self.config.attention_scale)
-        return self._finish_layer(prefix, x, attended, mlp_bias)
-
     def _heads(self, prefix: str, h: Tensor, table: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of normed inputs, a key for each query head: [rows, heads, length, d]."""
+        """Return queries, keys and values of normed inputs, a key for each query head: [rows, heads, length, d].
+
+        Without a rotary `table` they have no positional embedding.
+        """
         config = self.config
         if config.fused:
             counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)

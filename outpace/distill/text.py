@@ -22,7 +22,7 @@ from outpace.distill.progress_display import Progress, StageProgress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prompts
 from outpace.distill.shards import TextFolder
 from outpace.distill.taps import TAPS, TapRecorder, tap_list
-from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, make_writer
+from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, write_answers
 from outpace.models.base import Model, check_needs, runtime_name
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate, shipped_model
@@ -61,7 +61,6 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
     max_prompt = max_prompt_length(writing, model.max_positions)
     prompts = store.prompt_share or _mean_length(texts, tokenizer, max_prompt) / writing.max_tokens
     _check_room(options, store.tokens, prompts, TapRecorder(taps, model).token_bytes if taps else 0, progress)
-    writer = make_writer(model, tokenizer.stop_ids, writing, max_prompt)
     jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
     started, before, written = time.monotonic(), store.tokens, 0
 
@@ -69,9 +68,9 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
         is_late = seconds is not None and time.monotonic() - started >= seconds
         return not is_late and (options.tokens is None or before + written < options.tokens)
 
-    waiting: list[WrittenAnswer] = []
+    wanted, waiting = takewhile(has_more_to_write, jobs), list[WrittenAnswer]()
     try:
-        for answer in writer.answers(takewhile(has_more_to_write, jobs)):
+        for answer in write_answers(model, tokenizer.stop_ids, writing, max_prompt, wanted):
             waiting.append(answer)
             written += len(answer.tokens)
             if len(waiting) == SHARD:
@@ -203,10 +202,11 @@ def write_prompts(
         max_tokens = min(MAX_MESSAGE, model.max_positions - longest - 1)
         if max_tokens < 1:
             raise UserError(f"a message begins with {longest} tokens, the target's context has {model.max_positions}")
-        writer = make_writer(model, tokenizer.stop_ids, replace(options, max_tokens=max_tokens, top=1), longest)
+        settings = replace(options, max_tokens=max_tokens, top=1)
         before, started = len(known), time.monotonic()
         with file.open("a", encoding="utf-8") as stream:
-            for tried, answer in enumerate(writer.answers(_prompt_jobs(heads, before)), 1):
+            answers = write_answers(model, tokenizer.stop_ids, settings, longest, _prompt_jobs(heads, before))
+            for tried, answer in enumerate(answers, 1):
                 text = _message(tokenizer, [*first[answer.job.number % len(first)], *answer.tokens.tolist()])
                 if text is not None and text not in known:
                     known[text] = None

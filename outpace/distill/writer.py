@@ -66,65 +66,54 @@ class WriterOptions(CheckedOptions):
     taps: tuple[int, ...] = ()
 
 
-def make_writer(
-    model: Model, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int
-) -> EngineWriter | GraphLoopWriter:
-    """Return the fastest writer for this model; prompts have at most `max_prompt` tokens."""
+def write_answers(
+    model: Model, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int, jobs: Iterator[AnswerJob]
+) -> Iterator[WrittenAnswer]:
+    """Yield an answer per job, in the order in which they finish; prompts have at most `max_prompt` tokens."""
     if options.taps or not isinstance(model, GraphLlama) or model.exact or model.captures.is_eager:
-        return EngineWriter(model, stop_ids, options)
+        return engine_answers(model, stop_ids, options, jobs)
     row_bytes = (max_prompt + options.max_tokens) * model.token_bytes + 4 * _TEMPORARIES * model.vocab_size
-    rows = int(MEMORY * free_bytes(model.device) / row_bytes)
-    return GraphLoopWriter(model, stop_ids, options, max_prompt, max(1, min(options.rows, rows)))
+    rows = max(1, min(options.rows, int(MEMORY * free_bytes(model.device) / row_bytes)))
+    loop = WritingLoop(model, rows, max_prompt + options.max_tokens, options.top)
+    return loop_answers(loop, stop_ids, options, jobs)
 
 
-class GraphLoopWriter:
-    """Writes `rows` answers concurrently by the captured loop of a GPU."""
+def loop_answers(
+    loop: WritingLoop, stop_ids: frozenset[int], options: WriterOptions, jobs: Iterator[AnswerJob]
+) -> Iterator[WrittenAnswer]:
+    """Write the answers by the captured loop of a GPU, as many concurrently as it has rows."""
+    running: dict[int, AnswerJob] = {}
+    while True:
+        queued = []
+        for row, job in zip(loop.free, jobs, strict=False):
+            queued.append((row, request_of(job, stop_ids, options)))
+            running[row] = job
+        loop.begin(queued)
+        if not running:
+            return
+        for text in loop.run(STEPS):
+            ids, log_p = text.top_ids.astype(np.int32), text.top_log_p.astype(np.float16)
+            yield WrittenAnswer(running.pop(text.row), text.tokens.astype(np.int32), ids, log_p)
 
-    def __init__(
-        self, model: GraphLlama, stop_ids: frozenset[int], options: WriterOptions, max_prompt: int, rows: int
-    ) -> None:
-        self._stop_ids, self._options = stop_ids, options
-        self._loop = WritingLoop(model, rows, max_prompt + options.max_tokens, options.top)
 
-    def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
-        """Yield an answer per job, in the order in which they finish."""
-        running: dict[int, AnswerJob] = {}
+def engine_answers(
+    model: Model, stop_ids: frozenset[int], options: WriterOptions, jobs: Iterator[AnswerJob]
+) -> Iterator[WrittenAnswer]:
+    """Write the answers through the engine, `options.rows` concurrently."""
+    rows, running = options.rows, dict[int, AnswerJob]()
+    recorder = TapRecorder(options.taps, model) if options.taps else None
+    decoder = registry.find("decoders", "speculative" if options.taps else "autoregressive")  # trees are a root alone
+    settings = EngineOptions(nodes=1, rows=rows, batch=rows, chunk=2 * rows, reuse=False)
+    with Engine(model, recorder, options=settings) as engine:
         while True:
-            queued = []
-            for row, job in zip(self._loop.free, jobs, strict=False):
-                queued.append((row, request_of(job, self._stop_ids, self._options)))
-                running[row] = job
-            self._loop.begin(queued)
+            while len(running) < rows and (job := next(jobs, None)) is not None:
+                run = engine.submit(request_of(job, stop_ids, options), decoder, decoder.Options())
+                running[run.key] = job
             if not running:
                 return
-            for text in self._loop.run(STEPS):
-                ids, log_p = text.top_ids.astype(np.int32), text.top_log_p.astype(np.float16)
-                yield WrittenAnswer(running.pop(text.row), text.tokens.astype(np.int32), ids, log_p)
-
-
-class EngineWriter:
-    """Writes `options.rows` answers concurrently through the engine."""
-
-    def __init__(self, model: Model, stop_ids: frozenset[int], options: WriterOptions) -> None:
-        self._model, self._stop_ids, self._options = model, stop_ids, options
-
-    def answers(self, jobs: Iterator[AnswerJob]) -> Iterator[WrittenAnswer]:
-        rows = self._options.rows
-        running: dict[int, AnswerJob] = {}
-        taps = self._options.taps
-        recorder = TapRecorder(taps, self._model) if taps else None
-        decoder = registry.find("decoders", "speculative" if taps else "autoregressive")  # trees are a root alone
-        settings = EngineOptions(nodes=1, rows=rows, batch=rows, chunk=2 * rows, reuse=False)
-        with Engine(self._model, recorder, options=settings) as engine:
-            while True:
-                while len(running) < rows and (job := next(jobs, None)) is not None:
-                    run = engine.submit(request_of(job, self._stop_ids, self._options), decoder, decoder.Options())
-                    running[run.key] = job
-                if not running:
-                    return
-                for run in engine.step():
-                    if run.finish_reason is not None:
-                        yield _written_answer(run, running.pop(run.key), recorder)
+            for run in engine.step():
+                if run.finish_reason is not None:
+                    yield _written_answer(run, running.pop(run.key), recorder)
 
 
 def request_of(job: AnswerJob, stop_ids: frozenset[int], options: WriterOptions) -> Request:

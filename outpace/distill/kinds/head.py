@@ -38,10 +38,6 @@ COPIED = (  # fields of the target's config.json that describe the layers
 DIGESTS = ("tokenizer", "template", "weights", "runtime")
 
 
-Description = tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]
-"""A head's configuration, its transformer_layer_config, and the files to start from (None: a new head)."""
-
-
 class HeadStudent(Student):
     """A head in training. Its embedding and output layer, usually the target's, are not trained."""
 
@@ -100,7 +96,7 @@ class HeadStudent(Student):
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        return default_head_taps(num_layers)
+        return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)}))
 
     @classmethod
     def shape_from_options(cls, layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
@@ -140,9 +136,11 @@ class HeadStudent(Student):
         return cls.shapes(head, files)
 
     @classmethod
-    def describe(cls, target: Checkpoint, shape: DraftShape, taps: Sequence[int]) -> Description:
-        """Describe a new head, or the one to continue training; UserError if that does not fit the target or the
-        taps."""
+    def describe(
+        cls, target: Checkpoint, shape: DraftShape, taps: Sequence[int]
+    ) -> tuple[HeadConfig, Mapping[str, Any], HeadFiles | None]:
+        """Return a head's configuration, its transformer_layer_config, and the files to continue from (None: a new
+        head). UserError if these do not fit the target or the taps."""
         sizes = target.read_config()
         if shape.draft is None:
             return *cls.new_head(target.config, sizes, shape, taps), None
@@ -214,11 +212,6 @@ class HeadStudent(Student):
         with replaced_folder(folder) as unfinished:
             write_json(unfinished / "config.json", config)
             save_file(stored_tensors(tensors), unfinished / SINGLE, {"format": "pt"})
-
-
-def default_head_taps(num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose hidden states heads read by default."""
-    return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)}))
 
 
 def layer_fields(target: Mapping[str, Any], sizes: LlamaConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from outpace.core.errors import UserError
 from outpace.distill.batches import PackedRows, TrainingBatch
 from outpace.distill.draft_shape import LAYERS, SHIPPED, DraftShape, draft_config
-from outpace.distill.kinds.head import DIGESTS, default_head_taps
+from outpace.distill.kinds.head import DIGESTS, HeadStudent
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import TOKENIZER_FILES, Student, copy_files, stored_tensors
 from outpace.distill.taps import TAPS, tap_list
@@ -51,7 +51,7 @@ class SteeredStudent(Student):
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:
-        return default_head_taps(num_layers)
+        return HeadStudent.default_taps(num_layers)
 
     @classmethod
     def shape_from_options(cls, layers: str, init: str, vocab: int, target: str | None) -> DraftShape:
