@@ -15,9 +15,9 @@ from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
 from outpace.distill.draft_shape import DraftShape
 from outpace.distill.kinds import KINDS
 from outpace.distill.options import DistillOptions
-from outpace.distill.packed_target import PackedTarget
 from outpace.distill.run import check, distill
 from outpace.distill.shards import TextFolder
+from outpace.distill.student import PackedTarget
 from outpace.distill.taps import LEVELS, tap_list
 from outpace.distill.train import Trainer, TrainOptions, agreement, read_curve
 from outpace.distill.writer import AnswerJob, WriterOptions, engine_answers

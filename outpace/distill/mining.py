@@ -201,7 +201,7 @@ class Miner:
         target.model.check_capability(Capability.HIDDEN)
         self._target, self._draft, self._options = target, draft, options
         self.tap = target.model.max_hidden_layer
-        self._rule = _Recording(self.tap)
+        self._rule, self._stop_ids = _Recording(self.tap), frozenset(target.tokenizer.stop_ids)
 
     def settings(self) -> dict[str, Any]:
         """Return the values that must be equal for a stopped run to continue."""
@@ -238,10 +238,6 @@ class Miner:
                         raise run.error
                     submit(mined, steps, Written(run.tokens, self._rule.hidden.pop(id(run.request))))
                     progress(_figures(journal, before, time.monotonic() - started))
-
-    @property
-    def _stop_ids(self) -> frozenset[int]:
-        return frozenset(self._target.tokenizer.stop_ids)
 
     def _steps(self, mined: MinedQuestion, start: Completion, journal: Journal) -> Generator[Completion, Written, None]:
         """Mine one question; yield each text that the target must continue, `start` first."""

@@ -18,12 +18,11 @@ from outpace.distill.draft_shape import VOCAB_FILE, DraftShape, chosen_vocab_ids
 from outpace.distill.evaluate import STEERED_DRAFT, TRAINED, Evaluation, evaluate, tokens_per_second
 from outpace.distill.kinds import KINDS
 from outpace.distill.options import DRAFT, START, STEERED, TEXT, TRAINING, DistillOptions, stage_lock
-from outpace.distill.packed_target import PackedTarget
 from outpace.distill.progress_display import StageProgress
 from outpace.distill.prompts import collect, evaluation_prompts
 from outpace.distill.report import PLOT, plot, read_state, record, write_card
 from outpace.distill.shards import read_shards
-from outpace.distill.student import Student
+from outpace.distill.student import PackedTarget, Student
 from outpace.distill.text import max_prompt_length, write_text
 from outpace.distill.train import CURVE, Trainer, check_state, operations_per_second, read_curve
 from outpace.models.files.cache import new_file

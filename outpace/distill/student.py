@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ from outpace.models.llama.config.phi import GATE_UP, QKV
 from outpace.models.llama.config.rope import Rotation
 from outpace.models.llama.torch.rope_tables import frequencies_of
 from outpace.models.llama.weight_sources import source_of
+from outpace.models.options import has_bfloat16
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 FROZEN = (EMBEDDING, HEAD)  # tensors that are not trained
@@ -239,6 +240,38 @@ class Student:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.tensors[name + ".weight"], self.tensors.get(name + ".bias"))
+
+
+class PackedTarget:
+    """The target's layers up to the last one of `taps`; they are loaded on first use.
+
+    They compute the hidden states during training, for text that does not hold them: on a GPU this is faster than
+    reading them from a disk, and the captured loop that writes the text stores none. Matrices are bfloat16 on a GPU
+    that supports it, else float32.
+    """
+
+    def __init__(self, target: Path, taps: Sequence[int], device: str) -> None:
+        self._folder, self._taps, self._device = target, tuple(taps), torch.device(device)
+        self._is_half = self._device.type == "cuda" and has_bfloat16(self._device)
+
+    @torch.no_grad()
+    def taps(self, batch: PackedRows) -> Tensor:
+        """Return the residual stream after the layers `taps`: float32 [rows, length, taps * hidden]."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_half):
+            return torch.cat([x.float() for x in self._layers.hidden_states(batch, self._taps)], -1)
+
+    @cached_property
+    def _layers(self) -> Student:
+        with open_folder(self._folder) as checkpoint:
+            whole = checkpoint.read_config()
+            config = whole.of_layers(range(self._taps[-1]))
+            matrices = torch.bfloat16 if self._is_half else torch.float32
+            tensors = {
+                name: checkpoint.tensor(name).to(self._device, matrices if len(shape) > 1 else torch.float32)
+                for name, shape in tensor_shapes(config).items()
+                if name.startswith("model.layers.") or name == EMBEDDING
+            }
+        return Student.frozen(config, tensors)
 
 
 def stored_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
