@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +42,6 @@ class Taps(NamedTuple):
         return (self.levels * self.scales[..., None]).reshape(len(self.levels), -1)
 
 
-@dataclass(slots=True)
-class TapState(DraftState):
-    """The hidden states of a request's tokens so far; the first part is empty."""
-
-    parts: list[Taps]
-
-
 class TapRecorder(Drafter):
     """Drafts nothing, and records the target's hidden states after the numbers of layers in `layers`."""
 
@@ -56,7 +49,7 @@ class TapRecorder(Drafter):
 
     def __init__(self, layers: tuple[int, ...], target: Any) -> None:
         self.capabilities = replace(self.capabilities, needs=Needs(layers=layers, prompt=True))
-        self._states: dict[int, TapState] = {}
+        self._parts: dict[int, list[Taps]] = {}  # by the id of the request; the first part is empty
         shape = (0, len(layers), target.config.hidden_size)
         self._empty = Taps(np.zeros(shape, np.int8), np.zeros(shape[:2], np.float32))
 
@@ -66,25 +59,25 @@ class TapRecorder(Drafter):
         _, layers, width = self._empty.levels.shape
         return layers * (width + self._empty.scales.itemsize)
 
-    def open(self, request: Request) -> TapState:
-        self._states[id(request)] = state = TapState(request, [self._empty])
-        return state
+    def open(self, request: Request) -> DraftState:
+        self._parts[id(request)] = [self._empty]
+        return DraftState(request)
 
     def take(self, request: Request, tokens: int) -> Taps:
         """Return what was recorded of a finished request, whose text has this many tokens, and forget it. The hidden
         states of its last tokens are zero, as the target has not read them."""
-        parts = self._states.pop(id(request)).parts
-        levels, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        parts = zip(*self._parts.pop(id(request)), strict=True)
+        levels, scales = (np.concatenate(arrays) for arrays in parts)
         missing = tokens - len(levels)
         return Taps(np.pad(levels, ((0, missing), (0, 0), (0, 0))), np.pad(scales, ((0, missing), (0, 0))))
 
     def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
         """Add no nodes."""
 
-    def observe(self, state: TapState, seen: Observation) -> None:
+    def observe(self, state: DraftState, seen: Observation) -> None:
         super().observe(state, seen)
         if seen.seen is not None and seen.seen.hidden is not None:
-            state.parts.append(Taps.quantise(host_floats(seen.seen.hidden)))
+            self._parts[id(state.request)].append(Taps.quantise(host_floats(seen.seen.hidden)))
 
 
 class StoredTaps(NamedTuple):

@@ -27,7 +27,7 @@ from outpace.distill.losses import LossOptions, cross_entropy, total_variation
 from outpace.distill.student import EMBEDDING, NORM, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import DSPARK, HeadConfig
-from outpace.models.heads.files import HeadFiles, open_head
+from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import CONFIDENCE, LAYER_IDS, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.weight_sources import source_of
@@ -101,17 +101,12 @@ class DSparkStudent(HeadStudent):
         )
         return start_of(target, sizes, source, size)
 
-    @classmethod
-    def new(
-        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-    ) -> HeadStudent:
-        student = super().new(target, shape, ids, device, taps)
-        if shape.draft is None:
-            student.head = replace(student.head, mask_token=_mask_token(student.tensors[EMBEDDING]))
-        elif (order := draft_ids(open_head(shape.draft), student.head)) is not None:
-            after = student.tensors[AFTER].detach()[torch.from_numpy(np.argsort(order))]
-            student.tensors[AFTER] = after.requires_grad_()
-        return student
+    def complete(self, target: Checkpoint, files: HeadFiles | None) -> None:
+        if files is None:
+            self.head = replace(self.head, mask_token=_mask_token(self.tensors[EMBEDDING]))
+        elif (order := draft_ids(files, self.head)) is not None:
+            after = self.tensors[AFTER].detach()[torch.from_numpy(np.argsort(order))]
+            self.tensors[AFTER] = after.requires_grad_()
 
     def fields(self) -> dict[str, Any]:
         head, weight = self.head, self.tensors.get(WEIGHT)

@@ -85,6 +85,9 @@ class HeadStudent(Student):
         """Return the initial value of a new head's tensor of this name and size."""
         raise NotImplementedError
 
+    def complete(self, target: Checkpoint, files: HeadFiles | None) -> None:
+        """Set what only this kind needs when training begins; `files` are those of a head to continue."""
+
     def fields(self) -> dict[str, Any]:
         """Return the fields of config.json that only this kind has; `num_drafted`: the recommended draft length."""
         raise NotImplementedError
@@ -168,14 +171,16 @@ class HeadStudent(Student):
             output = output if ids is None else output[ids]
             if files is None:
                 tensors = {name: cls.initial(checkpoint, sizes, shape, name, size) for name, size in shapes.items()}
-        if files is not None:
-            tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
-            order = draft_ids(files, head)
-            if HEAD in files:
-                output = stored(files, HEAD)[() if order is None else np.argsort(order)]
-            if "embed_tokens.weight" in files:
-                embedding = stored(files, "embed_tokens.weight")
-        return cls(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
+            else:
+                tensors = {name: stored(files, name.removeprefix("model.")) for name in shapes}
+                order = draft_ids(files, head)
+                if HEAD in files:
+                    output = stored(files, HEAD)[() if order is None else np.argsort(order)]
+                if "embed_tokens.weight" in files:
+                    embedding = stored(files, "embed_tokens.weight")
+            student = cls(head, layer, tensors | {EMBEDDING: embedding}, output, ids, device)
+            student.complete(checkpoint, files)
+        return student
 
     def write(self, folder: Path, target: Path, shape: DraftShape, origin: Mapping[str, str]) -> None:
         """Replace the head in `folder`, in bfloat16 and in the format of speculators; the old one is kept if that

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from outpace.distill.kinds.head import HeadStudent, layer_fields
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import EMBEDDING, NORM, attention, causal_mask, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.find import open_folder
 from outpace.models.heads.config import SPECFORMER, HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.reader import LAYER_IDS, slot_shapes
@@ -69,15 +67,9 @@ class SpecFormerStudent(HeadStudent):
         seeded = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(size, generator=seeded) * size[1] ** -0.5
 
-    @classmethod
-    def new(
-        cls, target: Path, shape: DraftShape, ids: Tensor | None, device: str = "cpu", taps: Sequence[int] = ()
-    ) -> HeadStudent:
-        student = super().new(target, shape, ids, device, taps)
-        with open_folder(target) as opened:
-            norm = opened.tensor(NORM).float() + opened.read_config().norm_offset
-        student.tensors[NORM] = norm.to(device)  # used, and not trained
-        return student
+    def complete(self, target: Checkpoint, files: HeadFiles | None) -> None:
+        norm = target.tensor(NORM).float() + target.read_config().norm_offset
+        self.tensors[NORM] = norm.to(self.device)  # used, and not trained
 
     def fields(self) -> dict[str, Any]:
         slots = self.head.block
