@@ -168,9 +168,7 @@ def provenance(state: Mapping[str, Any], draft: Path, points: Sequence[Mapping[s
         facts["trained on"] = f"{last['tokens']:,} answer tokens, {last['step']:,} steps, {minutes:.0f} min"
         facts["held-out agreement"] = f"{last['top1']:.3f} (likeliest token, the target's own text before it)"
     if "training" in state:
-        options = {name: value for name, value in state["training"].items() if name != "loss"} | state["training"][
-            "loss"
-        ]
+        options = state["training"] | state["training"]["loss"] | {"loss": None}
         named = (f"{name.replace('_', ' ')} {value}" for name, value in options.items() if value is not None)
         facts["training"] = ", ".join(named)
     return facts
