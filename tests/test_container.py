@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outpace.cli.serve import ListenFlags
+from outpace.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]
 LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
@@ -53,7 +53,9 @@ def test_the_command_is_valid() -> None:
     words = shlex.split(" ".join([*re.findall(r'"([^"]*)"', entry), *re.findall(r'"([^"]*)"', command)]))
     assert words == ["outpace", *compose()["command"]]
     assert words[1] == "serve"
-    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= set(ListenFlags.__dataclass_fields__)
+    assert {word.removeprefix("--") for word in words if word.startswith("--")} <= set(
+        ServerOptions.__dataclass_fields__
+    )
 
 
 def test_the_composed_server_needs_a_key_and_has_a_health_check() -> None:

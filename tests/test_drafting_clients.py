@@ -358,11 +358,11 @@ def test_tls_with_keys_and_certificates_of_clients(
     tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = tls_files(tmp_path)
-    tls = {"certificate": files["certificate"], "certificate_key": files["key"]}
+    tls = {"ssl_certfile": files["certificate"], "ssl_keyfile": files["key"]}
     keys = frozenset([hashlib.sha256(KEY.encode()).digest()])
     with (
         outpace.load(tiny_folder, "none") as llm,
-        served(llm, keys=keys, draft_port=0, client_authorities=files["authority"], **tls) as site,
+        served(llm, keys=keys, draft_port=0, ssl_ca_certs=files["authority"], **tls) as site,
     ):
         [plain] = llm.generate([[3, 4]], plain=True, **LONG)
 

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError, check_range, check_whole, install_com
 from outpace.models.files.cache import new_folder, write_error
 from outpace.server.chat_completions import ChatMessage, template_messages
 from outpace.server.errors import ApiError
-from outpace.server.options import ServerOptions, read_api_keys
+from outpace.server.options import ServerOptions
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_the_command_that_installs_an_extra(tmp_path: Path) -> None:
 def test_a_missing_or_invalid_certificate(tmp_path: Path) -> None:
     file = tmp_path / "text.pem"
     with pytest.raises(UserError, match=r"TLS file .*text\.pem cannot be read \(No such file"):
-        ServerOptions(certificate=file, certificate_key=file)
+        ServerOptions(ssl_certfile=file, ssl_keyfile=file)
     file.write_text("no certificate")
     with pytest.raises(UserError, match="are not a certificate and its key in PEM format"):
-        ServerOptions(certificate=file, certificate_key=file)
+        ServerOptions(ssl_certfile=file, ssl_keyfile=file)
 
 
 def test_an_unknown_method_for_requests() -> None:
-    assert ServerOptions(methods=("card", "model+ngram", "greedy")).methods
+    assert ServerOptions(allow_method=["card", "model+ngram", "greedy"]).allow_method
     with pytest.raises(UserError, match=r"unknown method, drafter or rule 'autoo', .* did you mean 'auto'"):
-        ServerOptions(methods=("model+ngram", "autoo"))
+        ServerOptions(allow_method=["model+ngram", "autoo"])
 
 
 def test_unreadable_api_keys(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--api-key-file is .*none, which cannot be read \(No such file"):
-        read_api_keys(tmp_path / "none")
+        ServerOptions(api_key_file=tmp_path / "none")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"--api-key-file is .*latin, which is not UTF-8 text \(byte 3\)"):
-        read_api_keys(tmp_path / "latin")
+        ServerOptions(api_key_file=tmp_path / "latin")
 
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])

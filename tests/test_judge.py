@@ -289,7 +289,7 @@ def test_a_request_to_a_server_chooses_the_judge(tiny_pair: tuple[Loaded, Loaded
     asked = {**ASKED, "return_token_ids": True, "temperature": 0, "outpace": {"rule": "judge"}}
     with LLM(*tiny_pair, rules=["judge"], **options) as llm:
         expected = llm.generate(PROMPT, rule="judge", **ASKED)[0]
-        with served(llm, methods=("judge",)) as site:
+        with served(llm, allow_method=["judge"]) as site:
             found = [
                 site.complete(PROMPT, **asked).choice["token_ids"],
                 site.complete(PROMPT, **asked | {"outpace": {}}).choice["token_ids"],

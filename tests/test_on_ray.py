@@ -27,18 +27,18 @@ def test_texts_are_converted() -> None:
     given |= {"replicas": "2", "num_gpus": "0.5", "max_queue": "7", "allow_method": "card,planned", "insecure": "true"}
     loading, options, placement = read_arguments(given)
     assert loading == {"target": "M", "draft": "auto", "batch": 4, "exact": True, "kv_memory": 1.5, "width": "3"}
-    assert (options.limits.max_queue, options.methods, options.insecure) == (7, ("card", "planned"), True)
+    assert (options.limits.max_queue, options.allow_method, options.insecure) == (7, ["card", "planned"], True)
     assert placement == Placement(2, 1.0, 0.5)
 
 
 def test_other_values_are_kept() -> None:
     loading, options, placement = read_arguments({"batch": 4, "allow_method": ["card"], "replicas": 3})
-    assert (loading, options.methods, placement.replicas) == ({"batch": 4}, ("card",), 3)
+    assert (loading, options.allow_method, placement.replicas) == ({"batch": 4}, ["card"], 3)
 
 
 def test_rules_that_requests_may_choose_are_loaded() -> None:
     loading, options, _ = read_arguments({"allow_method": "judge,card", "judge": "J"})
-    assert (loading, options.methods) == ({"judge": "J", "rules": ("judge",)}, ("judge", "card"))
+    assert (loading, options.allow_method) == ({"judge": "J", "rules": ("judge",)}, ["judge", "card"])
 
 
 def test_defaults_are_those_of_serve() -> None:

@@ -328,7 +328,7 @@ def test_a_missing_or_wrong_key_is_refused(key: str | None, says: str) -> None:
 
 def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tls_files(tmp_path)
-    options = ServerOptions(certificate=files["certificate"], certificate_key=files["key"])
+    options = ServerOptions(ssl_certfile=files["certificate"], ssl_keyfile=files["key"])
     with DraftServer(Lookup(TABLE), OWN) as server:
         there = at(server.listen("127.0.0.1", 0, options.read_tls()), True)
         with pytest.raises(UserError, match=r"no secure link to 127\.0\.0\.1"):
@@ -343,8 +343,8 @@ def test_a_target_may_need_a_certificate(tmp_path: Path, monkeypatch: pytest.Mon
     """Mutual TLS: without a certificate of the authority the link is refused, and decoding is plain."""
     files = tls_files(tmp_path)
     mutual = replace(
-        ServerOptions(certificate=files["certificate"], certificate_key=files["key"]),
-        client_authorities=files["authority"],
+        ServerOptions(ssl_certfile=files["certificate"], ssl_keyfile=files["key"]),
+        ssl_ca_certs=files["authority"],
     )
     trust(monkeypatch, files)
     with DraftServer(Lookup(TABLE), OWN) as server:

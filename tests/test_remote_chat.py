@@ -20,7 +20,7 @@ from outpace.core.errors import UserError
 
 @pytest.fixture(scope="module")
 def site(tiny_folder: str) -> Iterator[Served]:
-    with outpace.load(tiny_folder) as llm, served(llm, names=("tiny",)) as site:
+    with outpace.load(tiny_folder) as llm, served(llm, served_name=["tiny"]) as site:
         yield site
 
 

@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, **FREE}
 
 @pytest.fixture(scope="module")
 def site(tiny_folder: str) -> Iterator[Served]:
-    with outpace.load(tiny_folder, "layers:0", drafter="model+ngram") as llm, served(llm, names=("tiny",)) as site:
+    with outpace.load(tiny_folder, "layers:0", drafter="model+ngram") as llm, served(llm, served_name=["tiny"]) as site:
         yield site
 
 

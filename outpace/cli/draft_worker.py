@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import typer
@@ -14,7 +13,9 @@ from outpace.cli.flags import flag, flags, flags_of
 from outpace.cli.options import use_threads
 from outpace.core.errors import require
 from outpace.models.options import LoadOptions
+from outpace.server.options import ServerOptions
 
+LISTEN_FLAGS = ("api_key_file", "insecure", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 POLL_SECONDS = 0.2
 
 
@@ -38,13 +39,7 @@ class DraftListenFlags:
         "127.0.0.1:8100",
         "HOST:PORT to listen on; one that other machines can reach needs API keys. Port 0: any free port.",
     )
-    api_key_file: Path | None = flag(None, "File with API keys, one a line, in addition to those in OUTPACE_API_KEY.")
-    insecure: bool = flag(False, "Draft for other machines without API keys.")
-    ssl_certfile: Path | None = flag(None, "TLS certificate.")
-    ssl_keyfile: Path | None = flag(None, "Key of the TLS certificate.")
-    ssl_ca_certs: Path | None = flag(
-        None, "File of CA certificates; each target needs a certificate that one of these CAs signed."
-    )
+    options: ServerOptions = flags_of(ServerOptions, *LISTEN_FLAGS)
 
 
 @flags
@@ -58,22 +53,14 @@ def draft_worker(ctx: typer.Context, model: DraftFlags, listen: DraftListenFlags
     require("a draft worker", "remote", "grpc")
     from outpace.card.link import authenticator, read_listen_address
     from outpace.cluster.draft_server import open_draft_server
-    from outpace.server.options import ServerOptions, read_api_keys
 
     host, port = read_listen_address(listen.listen)
-    keys = read_api_keys(listen.api_key_file)
-    options = ServerOptions(  # checks these
-        host=host,
-        port=port,
-        keys=keys,
-        insecure=listen.insecure,
-        certificate=listen.ssl_certfile,
-        certificate_key=listen.ssl_keyfile,
-        client_authorities=listen.ssl_ca_certs,
-    )
+    options = replace(listen.options, host=host, port=port)
     use_threads(model.threads)
     with display.loading_bar(False) as progress:
-        server = open_draft_server(model.draft, model.options, model.drafter, ctx.obj, authenticator(keys), progress)
+        server = open_draft_server(
+            model.draft, model.options, model.drafter, ctx.obj, authenticator(options.keys), progress
+        )
     with suppress(KeyboardInterrupt), process.sigterm_as_interrupt(status=0), server:  # both signals are its usual end
         port = server.listen(host, port, options.read_tls())
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

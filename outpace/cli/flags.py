@@ -83,9 +83,9 @@ def flag(default: Any, text: str, *names: str, panel: str | None = None, **optio
 
 
 def flags_of(record: type, *names: str, panel: str | None = None) -> Any:
-    """Declare a field of a dataclass of flags that is a record of options (see `core.options`): those with these names
-    are flags too, the others keep their defaults."""
-    return field(default_factory=record, metadata={"only": names, "panel": panel})
+    """Declare a field of a dataclass of flags that is a record of options (see `core.options`): those with these names,
+    or all that have a help text, are flags too, the others keep their defaults."""
+    return field(default_factory=record, metadata={"only": names or None, "panel": panel})
 
 
 def flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -120,12 +120,20 @@ def flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _options(group: Any, only: Collection[str] | None = None, panel: str | None = None) -> Iterator[inspect.Parameter]:
     """Yield the options of a dataclass, all or those with the names `only`."""
-    hints, panel = get_type_hints(group), getattr(group, "panel", panel)
+    panel = getattr(group, "panel", panel)
+    for one, kind in _flag_fields(group, only):
+        if is_dataclass(kind):
+            yield from _options(kind, one.metadata.get("only"), one.metadata.get("panel") or panel)
+        else:
+            yield _option(one.name, kind, one, panel)
+
+
+def _flag_fields(group: Any, only: Collection[str] | None) -> Iterator[tuple[Field[Any], Any]]:
+    """Yield the fields that are flags or records of flags, all or those with the names `only`, and their types."""
+    hints = get_type_hints(group)
     for one in fields(group):
-        if is_dataclass(hints[one.name]):
-            yield from _options(hints[one.name], one.metadata.get("only"), one.metadata.get("panel") or panel)
-        elif only is None or one.name in only:
-            yield _option(one.name, hints[one.name], one, panel)
+        if (only is None or one.name in only) and (one.metadata.get("help") or is_dataclass(hints[one.name])):
+            yield one, hints[one.name]
 
 
 def _option(name: str, kind: Any, declared: Field[Any], group_panel: str | None = None) -> inspect.Parameter:
@@ -142,13 +150,12 @@ def _option(name: str, kind: Any, declared: Field[Any], group_panel: str | None 
 
 def _build(group: Any, given: dict[str, Any], only: Collection[str] | None = None) -> Any:
     """Build a dataclass from its flags, which are removed from `given`."""
-    hints, values = get_type_hints(group), {}
-    for one in fields(group):
-        if is_dataclass(hints[one.name]):
-            values[one.name] = _build(hints[one.name], given, one.metadata.get("only"))
-        elif only is None or one.name in only:
-            values[one.name] = given.pop(one.name)
-    return group(**values)
+    return group(
+        **{
+            one.name: _build(kind, given, one.metadata.get("only")) if is_dataclass(kind) else given.pop(one.name)
+            for one, kind in _flag_fields(group, only)
+        }
+    )
 
 
 class Command(typer.core.TyperCommand):

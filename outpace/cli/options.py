@@ -14,7 +14,7 @@ from outpace.core.errors import UserError, check_range, require
 from outpace.core.options import help_of
 from outpace.engine.options import BuildOptions
 from outpace.models.files.reading import read_named_text
-from outpace.models.options import LoadOptions, Progress
+from outpace.models.options import GENERATION_CONFIG, LoadOptions, Progress
 
 if TYPE_CHECKING:
     from outpace.api.llm import LLM
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 TEXT, PENALTIES = "Text", "Penalties and bans"
 SEED = "Seed of the sampling: the same seed gives the same text."
 MAX_TOKENS = "Maximum number of tokens of an answer."
-GENERATION_CONFIG = "Sampling where nothing else is said: auto (as the model's files recommend) or none (also vllm)."
 
 
 @dataclass(frozen=True)

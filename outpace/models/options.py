@@ -23,6 +23,7 @@ CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
 NATIVE_KV = "float16"  # the native kernels' default for keys and values, as in most engines
+GENERATION_CONFIG = "Sampling where nothing else is said: auto (as the model's files recommend) or none (also vllm)."
 
 
 def _check_plan(name: str, plan: Any) -> None:

@@ -198,7 +198,7 @@ def _prepare(llm: LLM, prompt: Sequence[int], choice: int, request: GenerationRe
 
 def drafting_options(body: SamplingBody, model: ChatModel) -> OutpaceOptions:
     """Return the request's drafting options; raise ApiError for a method, drafter or rule that it may not choose."""
-    own, llm, allowed = body.outpace or OutpaceOptions(), model.llm, model.options.methods
+    own, llm, allowed = body.outpace or OutpaceOptions(), model.llm, model.options.allow_method or ()
     choices = {
         "method": {llm.method, PLAIN, *allowed},
         "drafter": {*llm.engine.drafting.drafters, *allowed},

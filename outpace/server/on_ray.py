@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -25,14 +24,10 @@ from outpace.core.options import CheckedOptions, help_of, number, whole
 from outpace.engine.options import BuildOptions, EngineOptions
 from outpace.models.options import LoadOptions
 from outpace.server.app import build_app
-from outpace.server.options import ServerLimits, ServerOptions, read_api_keys
+from outpace.server.options import ServerLimits, ServerOptions
 from outpace.server.service import Service
 
 _ROUTER = "ray.serve.experimental.consistent_hash_router"
-_LISTS = {"served_name": "names", "allow_method": "methods", "allow_host": "hosts"}  # list flags of `outpace serve`
-_FLAGS = (  # of `outpace serve` too
-    *("insecure", "strict", "tool_prompt", "tool_parser", "log_prompts", "metrics_prefix", "generation_config"),
-)
 _PROXY = ("host", "port", "draft_port", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")  # options of Ray's proxy
 
 
@@ -82,53 +77,41 @@ def build(args: Mapping[str, Any]) -> Any:
 
 def read_arguments(args: Mapping[str, Any]) -> tuple[dict[str, Any], ServerOptions, Placement]:
     """Return the arguments of `LLM`, the server's options, and the placement; UserError as for `build`."""
-    records = (Placement, ServerLimits, LoadOptions, BuildOptions)
+    records = (Placement, ServerOptions, ServerLimits, LoadOptions, BuildOptions)
     hints: dict[Any, dict[str, Any]] = {
         record: {name: get_type_hints(record)[name] for name in help_of(record) if name != "rules"}
         for record in records
     }
-    hints[ServerOptions] = {name: get_type_hints(ServerOptions)[name] for name in _FLAGS}
     hints[LLM] = {"target": Any, "draft": Any}
     values: dict[Any, dict[str, Any]] = {kind: {} for kind in hints}
-    keys = None
     for name, value in args.items():
         if name in _PROXY:
             raise UserError(f"leave out {name}: Ray's proxy takes the requests, see `serve start --help`")
-        if name == "api_key_file":
-            keys = Path(_text(name, value))
-        elif name in _LISTS:
-            values[ServerOptions][_LISTS[name]] = _texts(name, value)
-        elif kind := next((kind for kind, known in hints.items() if name in known), None):
+        if kind := next((kind for kind, known in hints.items() if name in known), None):
             values[kind][name] = _converted(name, value, hints[kind][name])
         elif registry.owners(name):
             values[LLM][name] = value
         else:
-            registry.check_kept(name)
-            allowed = [*_LISTS, "api_key_file", *(one for known in hints.values() for one in known)]
+            registry.check_kept(str(name))
+            allowed = [one for known in hints.values() for one in known if one not in _PROXY]
             near = difflib.get_close_matches(str(name), allowed, n=1)
             raise UserError(f"no argument is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     limits = ServerLimits(**values[ServerLimits])
-    options = ServerOptions(keys=read_api_keys(keys), limits=limits, **values[ServerOptions])
+    options = ServerOptions(limits=limits, **values[ServerOptions])
     if options.rules:
         values[BuildOptions]["rules"] = tuple(options.rules)
     BuildOptions(**values[BuildOptions])  # checks them
     return values[LLM] | values[LoadOptions] | values[BuildOptions], options, Placement(**values[Placement])
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, (str, Path)):
-        raise UserError(f"{name} is {value!r}, it must be a text")
-    return str(value)
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return the texts of a list, which may be joined by commas."""
-    parts = value if isinstance(value, (list, tuple)) else _text(name, value).split(",")
-    return tuple(_text(name, part) for part in parts)
-
-
 def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Convert a text to an argument's type; UserError if that is not possible. Other values are not changed."""
+    """Convert a text to an argument's type, a list from texts with commas between them; UserError if that is not
+    possible. Other values are not changed."""
+    if hint == list[str] | None:
+        value = value.split(",") if isinstance(value, str) else value
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{name} is {value!r}, it must be a text")
+        return list(value)
     if not isinstance(value, str) or hint is Any:
         return value
     try:

@@ -7,13 +7,15 @@ import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from outpace.card.link import TlsFiles
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole, require, unknown
-from outpace.core.options import CheckedOptions, number, whole
+from outpace.core.errors import UserError, require, unknown
+from outpace.core.options import CheckedOptions, number, option, parsed, switch, whole
 from outpace.models.files.reading import read_named_text
 from outpace.models.files.recommended_sampling import check_source
+from outpace.models.options import GENERATION_CONFIG
 from outpace.tools.definitions import AUTO, FORMATS
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -24,6 +26,7 @@ API_KEY_VARIABLE = "OUTPACE_API_KEY"
 class ServerLimits(CheckedOptions):
     """Bounds of one request and of all together. Fields without a help text are no flags."""
 
+    panel: ClassVar[str] = "Limits"  # of `--help`
     max_queue: int = whole(128, 1, help="Answers that may wait; further ones are refused with 429.")
     max_queued_tokens: int = whole(1 << 20, 1, help="Prompt tokens that may wait in total.")
     max_requests_per_key: int = whole(0, 0, help="Concurrent requests of one API key; 0: no limit.")
@@ -39,84 +42,97 @@ class ServerLimits(CheckedOptions):
     ping: float = number(10.0, 0.001)  # seconds without data in a stream before a ping is sent
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Where the server listens, whom it serves, and what a request may choose.
+def _check_prefix(name: str, value: str) -> None:
+    if value not in ("outpace", "vllm", "both"):
+        raise UserError(f"metrics prefix is {value!r}, it must be outpace, vllm or both")
 
-    `names`: names of the model in requests. `methods`: methods, drafters and rules that a request may choose besides
-    the server's own. `keys`: SHA-256 hashes of API keys; empty: no key is needed. `hosts`: accepted Host headers;
-    empty: those of this machine, or any if there are keys. `strict`: refuse unknown fields and tools instead of
-    reporting them in a header. `draft_port`: port for clients that draft for themselves; None: no such port.
-    `generation_config`: auto if the model's files say how to sample where a request does not, else none or vllm.
-    `tool_prompt`: describe tools in the system message if the chat template ignores them. `tool_parser`: the form in
-    which the model writes calls, `auto` for that of its chat template and all others. `client_authorities`: file of CA
-    certificates; each client needs a certificate that one of these CAs signed.
+
+def _check_parser(name: str, value: str) -> None:
+    if value not in (AUTO, *FORMATS):
+        raise unknown("tool parser", value, (AUTO, *FORMATS))
+
+
+@dataclass(frozen=True)
+class ServerOptions(CheckedOptions):
+    """Where the server listens, whom it serves, and what a request may choose. Fields without a help text are no flags.
+
+    `keys`: SHA-256 hashes of API keys, those of `api_key_file` included; empty: no key is needed.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    names: tuple[str, ...] = ()
-    keys: frozenset[bytes] = frozenset()
-    hosts: tuple[str, ...] = ()
-    insecure: bool = False
-    methods: tuple[str, ...] = ()
-    draft_port: int | None = None
-    generation_config: str = "auto"
-    strict: bool = False
-    tool_prompt: bool = False
-    tool_parser: str = AUTO
-    log_prompts: bool = False
-    metrics_prefix: str = "outpace"  # outpace, vllm or both
-    certificate: Path | None = None
-    certificate_key: Path | None = None
-    client_authorities: Path | None = None
+    panel: ClassVar[str] = "Server"
+    host: str = option("127.0.0.1", "Address to listen on; one that other machines can reach needs API keys.")
+    port: int = whole(8000, 0, 65535, help="Port to listen on; 0: any free port.")
+    draft_port: int | None = whole(
+        None,
+        *(0, 65535),
+        help="Port for clients that draft for themselves (outpace generate --target grpc://HOST:PORT); 0: any free"
+        " port.",
+    )
+    served_name: list[str] | None = option(None, "Name of the model in requests; may be repeated.")
+    api_key_file: Path | None = option(
+        None, f"File with API keys, one a line, in addition to those in {API_KEY_VARIABLE}."
+    )
+    insecure: bool = switch(False, "Serve other machines without API keys.")
+    allow_host: list[str] | None = option(None, "Host header to accept without keys; may be repeated.")
+    allow_method: list[str] | None = option(None, "Method, drafter or rule that a request may choose; may be repeated.")
+    generation_config: str = parsed("auto", check_source, GENERATION_CONFIG)
+    strict: bool = switch(
+        False, "Refuse unknown fields and tools instead of ignoring them and listing them in a header."
+    )
+    tool_prompt: bool = switch(False, "Describe tools in the system message if the chat template ignores them.")
+    tool_parser: str = option(
+        AUTO, "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml.", _check_parser
+    )
+    metrics_prefix: str = option("outpace", "Prefix of the metrics: outpace, vllm or both.", _check_prefix)
+    log_prompts: bool = switch(False, "Write the bodies of requests into the log.")
+    ssl_certfile: Path | None = option(None, "TLS certificate.")
+    ssl_keyfile: Path | None = option(None, "Key of the TLS certificate.")
+    ssl_ca_certs: Path | None = option(
+        None, "File of CA certificates; each client needs a certificate that one of these CAs signed."
+    )
     limits: ServerLimits = field(default_factory=ServerLimits)
+    keys: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
-        check_whole("port", self.port, 0, 65535)
+        super().__post_init__()
+        object.__setattr__(self, "keys", self.keys | _read_api_keys(self.api_key_file))
         if self.draft_port is not None:
-            check_whole("draft_port", self.draft_port, 0, 65535)
             require("draft_port", "remote", "grpc")
         if self.host not in LOCAL_HOSTS and not self.keys and not self.insecure:
             raise UserError(
                 f"host {self.host} can be reached from other machines: set API keys by --api-key-file or"
                 f" {API_KEY_VARIABLE}, or allow requests without a key by --insecure"
             )
-        if self.metrics_prefix not in ("outpace", "vllm", "both"):
-            raise UserError(f"metrics prefix is {self.metrics_prefix!r}, it must be outpace, vllm or both")
-        check_source(self.generation_config)
-        if self.tool_parser not in (AUTO, *FORMATS):
-            raise unknown("tool parser", self.tool_parser, (AUTO, *FORMATS))
-        if (self.certificate is None) != (self.certificate_key is None):
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise UserError("TLS needs a certificate and its key, give both or neither")
-        if self.certificate is not None and self.certificate_key is not None:
-            _check_certificate(self.certificate, self.certificate_key)
-        if self.client_authorities is not None:
-            if self.certificate is None:
+        if self.ssl_certfile is not None and self.ssl_keyfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile)
+        if self.ssl_ca_certs is not None:
+            if self.ssl_certfile is None:
                 raise UserError("--ssl-ca-certs needs --ssl-certfile: without TLS no client sends a certificate")
-            _check_authorities(self.client_authorities)
+            _check_authorities(self.ssl_ca_certs)
         known = {name for kind in registry.KINDS for name in registry.names(kind)}
-        for part in (part for name in self.methods for part in name.split("+")):
+        for part in (part for name in self.allow_method or () for part in name.split("+")):
             if part not in known:
                 raise unknown("method, drafter or rule", part, known)
 
     def read_tls(self) -> TlsFiles | None:
         """Return the contents of the TLS files; None without TLS."""
-        if self.certificate is None or self.certificate_key is None:
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
             return None
-        authorities = None if self.client_authorities is None else self.client_authorities.read_bytes()
-        return TlsFiles(self.certificate.read_bytes(), self.certificate_key.read_bytes(), authorities)
+        authorities = None if self.ssl_ca_certs is None else self.ssl_ca_certs.read_bytes()
+        return TlsFiles(self.ssl_certfile.read_bytes(), self.ssl_keyfile.read_bytes(), authorities)
 
     @property
     def rules(self) -> list[str]:
-        """The names of `methods` that are rules."""
-        return [name for name in self.methods if name in registry.names("rules")]
+        """The names of `allow_method` that are rules."""
+        return [name for name in self.allow_method or () if name in registry.names("rules")]
 
     @property
     def allowed_hosts(self) -> tuple[str, ...]:
         """Accepted Host headers; empty: any."""
-        if self.hosts:
-            return self.hosts
+        if self.allow_host:
+            return tuple(name.lower() for name in self.allow_host)
         return () if self.keys or self.insecure else (*LOCAL_HOSTS, "[::1]")
 
 
@@ -144,7 +160,7 @@ def _check_authorities(file: Path) -> None:
         raise UserError(f"TLS file {file} cannot be read ({error.strerror})") from error
 
 
-def read_api_keys(file: Path | None) -> frozenset[bytes]:
+def _read_api_keys(file: Path | None) -> frozenset[bytes]:
     """Return hashes of the keys in a file, one a line, and in OUTPACE_API_KEY, separated by commas."""
     keys = [key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(",")]
     if file is not None:

@@ -197,9 +197,9 @@ def make_server(app: Middleware, service: Service) -> Server:
         proxy_headers=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
-        ssl_certfile=options.certificate,
-        ssl_keyfile=options.certificate_key,
-        ssl_ca_certs=options.client_authorities and str(options.client_authorities),
-        ssl_cert_reqs=ssl.CERT_REQUIRED if options.client_authorities else ssl.CERT_NONE,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_ca_certs=options.ssl_ca_certs and str(options.ssl_ca_certs),
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
     )
     return Server(config, service)

@@ -113,7 +113,7 @@ class Service:
 
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.options, self.limits = llm, options, options.limits
-        self.names = options.names or (short_name(llm.target.name),)
+        self.names = tuple(options.served_name or ()) or (short_name(llm.target.name),)
         self.created = int(time.time())
         self.chat_model = ChatModel(llm, options)
         self.fingerprint = system_fingerprint(llm, self.chat_model.default_sampling)
