@@ -187,7 +187,16 @@ class LLM(AbstractContextManager["LLM"]):
         if params.n > 1:
             raise UserError(f"n is {params.n}, this gives one answer: use generate, or ask for each choice")
         check_whole("choice", choice, 0)
-        return self._start(prompt, params, choice, plain, drafter, rule)
+        new = self.prepare(prompt, params, choice, plain, drafter, rule)
+        run = self._shared.create(new.request, new.decoder, new.options, new.text.watch, new.drafter)
+        text = prompt if isinstance(prompt, str) else None
+        stream = Stream(self._shared, run, new.text, new.method, new.echo, self, text)
+        try:
+            self._shared.enqueue(run)
+            return stream
+        except BaseException:
+            stream.abort()
+            raise
 
     def generate(
         self,
@@ -212,9 +221,10 @@ class LLM(AbstractContextManager["LLM"]):
         streams: list[Stream] = []
         try:
             for prompt, params in zip(all_prompts, each, strict=True):
-                params = params if n is None else replace(params, n=n)
-                for choice in range(params.n):
-                    streams.append(self._start(prompt, params, choice, plain, drafter, rule))
+                several = params if n is None else replace(params, n=n)
+                single = params if several.n == params.n == 1 else replace(several, n=1)
+                for choice in range(several.n):
+                    streams.append(self.stream(prompt, single, choice=choice, plain=plain, drafter=drafter, rule=rule))
             return [stream.finish() for stream in streams]
         finally:
             for stream in streams:  # after an error, some are still open
@@ -254,26 +264,6 @@ class LLM(AbstractContextManager["LLM"]):
         """
         prompt = infill_prompt(self.tokenizer, prefix, suffix, files)
         return self.stream(prompt, sampling_params, **options).finish()
-
-    def _start(
-        self,
-        prompt: Prompt | ChatPrompt,
-        params: SamplingParams,
-        choice: int,
-        plain: bool,
-        drafter: str | None,
-        rule: str | None,
-    ) -> Stream:
-        new = self.prepare(prompt, params, choice, plain, drafter, rule)
-        run = self._shared.create(new.request, new.decoder, new.options, new.text.watch, new.drafter)
-        text = prompt if isinstance(prompt, str) else None
-        stream = Stream(self._shared, run, new.text, new.method, new.echo, self, text)
-        try:
-            self._shared.enqueue(run)
-            return stream
-        except BaseException:
-            stream.abort()
-            raise
 
     def prepare(
         self,

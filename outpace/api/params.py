@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.core.arrays import to_python
 from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.options import CheckedOptions, switch, whole
 from outpace.core.sampling import Sampling
 from outpace.core.types import Adjustments, LogprobsOptions, Request, Rule
 
@@ -20,7 +21,7 @@ LOGPROBS_MODES = ("raw", "processed")
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(CheckedOptions):
     """Options of one answer. The text depends on these, on the target and on the prompt, and on nothing else.
 
     Names are those of vLLM; defaults are our own, notably `temperature` 0, whatever the model's files recommend. A
@@ -74,29 +75,29 @@ class SamplingParams:
         echo: the text begins with the prompt, and `logprobs` cover the prompt's tokens too.
     """
 
-    max_tokens: int = 256
+    max_tokens: int = whole(256, 1)
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int = whole(0, 0, 2**63 - 1)
     stop: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: bool = switch(False)
+    ignore_eos: bool = switch(False)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[str] = ()
-    min_tokens: int = 0
+    min_tokens: int = whole(0, 0)
     allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None
+    logprobs: int | None = whole(None, 0, 1024)
     logprobs_mode: str = "raw"
-    echo: bool = False
-    n: int = 1
+    echo: bool = switch(False)
+    n: int = whole(1, 1, 1024)
     stop_token_ids: Sequence[int] = ()
     prediction: str | Sequence[int] = ()
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = switch(True)
     response_format: Mapping[str, Any] | None = None
     structured_outputs: Mapping[str, Any] | Structure | None = None
 
@@ -104,18 +105,13 @@ class SamplingParams:
         for option in fields(self):
             value, read = getattr(self, option.name), _READ.get(option.name)
             object.__setattr__(self, option.name, read(option.name, value) if read else to_python(value))
-        check_whole("max_tokens", self.max_tokens, 1)
-        check_whole("seed", self.seed, 0, 2**63 - 1)
-        check_whole("min_tokens", self.min_tokens, 0)
+        super().__post_init__()
         if self.min_tokens > self.max_tokens:
             raise UserError(f"min_tokens is {self.min_tokens}, it must be at most max_tokens {self.max_tokens}")
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, 1024)
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise UserError(f"logprobs_mode is {self.logprobs_mode!r}, it must be {' or '.join(LOGPROBS_MODES)}")
         if self.logprobs is None and self.logprobs_mode != "raw":
             raise UserError("logprobs_mode has no effect without logprobs, give both or neither")
-        check_whole("n", self.n, 1, 1024)
         if self.n > 1 and self.sampling.is_greedy:
             alike = "greedy answers are all alike: ask for a temperature above 0 or for one answer"
             raise UserError(f"n is {self.n}, {alike}")
@@ -210,12 +206,6 @@ def read_params_each(given: Any, options: Mapping[str, Any], count: int) -> list
     return [read_params(params, options) for params in given]
 
 
-def _switch(name: str, value: Any) -> bool:
-    if to_python(value) not in (True, False):
-        raise UserError(f"{name} is {value!r}, it must be True or False")
-    return bool(value)
-
-
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -277,5 +267,4 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "allowed_token_ids": lambda name, value: None if value is None else _token_ids(name, value),
     "logit_bias": _bias,
     "prediction": _prediction,
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens"), _switch),
 }

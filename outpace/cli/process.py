@@ -37,7 +37,11 @@ class _DeferredInterrupt:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.is_pending:
-            _die()
+            with suppress(OSError):
+                if os.isatty(2):
+                    os.write(2, _SHOW_CURSOR)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         self.is_pending = True
         if self.stop is not None:
             self.stop()
@@ -119,15 +123,6 @@ def take() -> bool:
 def _handler() -> _DeferredInterrupt | None:
     handler = signal.getsignal(signal.SIGINT)
     return handler if isinstance(handler, _DeferredInterrupt) else None
-
-
-def _die() -> None:
-    """End the program by the signal's default action."""
-    with suppress(OSError):
-        if os.isatty(2):
-            os.write(2, _SHOW_CURSOR)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

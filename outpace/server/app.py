@@ -79,7 +79,7 @@ def _add_route(
         try:
             return await handler(service, request)
         except Exception as error:
-            return error_reply(error, _record(request), is_messages_path(request.url.path))
+            return error_reply(error, _record(request))
 
     app.add_api_route(path, run, methods=[method], summary=summary, response_model=None, **more)
 
@@ -92,7 +92,7 @@ def _on_http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for this path, it accepts {allowed}",
     }
     found = ApiError(error.status_code, sentences.get(error.status_code, str(error.detail)), code="not_found")
-    reply = error_reply(found, _record(request), is_messages_path(request.url.path))
+    reply = error_reply(found, _record(request))
     reply.headers.update(error.headers or {})
     return reply
 
@@ -341,7 +341,7 @@ class Middleware:
             _check_head(scope["http_version"], scope["headers"])
             self._check(scope["path"], headers, record)
         except ApiError as error:
-            reply = error_reply(error, record, is_messages_path(scope["path"]))
+            reply = error_reply(error, record)
             await reply(scope, receive, send_with_headers)
         else:
             await self._app(scope, receive, send_with_headers)
@@ -354,7 +354,7 @@ class Middleware:
         """Return the response to bytes that the HTTP parser refuses; `path` may be incomplete."""
         error = ApiError(400, f"the request is not valid HTTP: {reason}", code="invalid_http")
         record = _new_record("", path, {})
-        reply = error_reply(error, record, is_messages_path(path))
+        reply = error_reply(error, record)
         logs.write("request", **record, status=error.status, seconds=0.0)
         reply.raw_headers.extend(_own_headers(record))
         return reply
@@ -379,11 +379,6 @@ class Middleware:
                 return found
         why = "the API key is wrong" if given else "an API key is needed, as Authorization: Bearer or x-api-key"
         raise ApiError(401, why, code="invalid_api_key")
-
-
-def is_messages_path(path: str) -> bool:
-    """Whether errors of this path have the format of the Messages API."""
-    return path.startswith("/v1/messages")
 
 
 def _check_head(version: str, pairs: Headers) -> None:

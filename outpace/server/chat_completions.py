@@ -155,7 +155,7 @@ class ChatFormat(ChunkFormat):
     """Writes chat completions and their chunks."""
 
     prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    content_field = "delta"
+    content_field, empty = "delta", {"content": ""}
 
     def __init__(self, service: Service, body: ChatBody, request: GenerationRequest, group: ChoiceGroup) -> None:
         super().__init__(service, body, request, group)
@@ -166,12 +166,8 @@ class ChatFormat(ChunkFormat):
         for index in range(self.request.n):
             yield self._chunk([self._choice(index, {"role": "assistant", "content": ""})], **self._prompt_ids)
 
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        more = self._more(delta)
-        for index in choice.indices:
-            message = _message_delta(self._splitters[index].push(delta.text))
-            if message or more:
-                yield self._chunk([self._choice(index, message or {"content": ""}, **more)])
+    def _output(self, index: int, choice: Choice, delta: ChoiceDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _message_delta(self._splitters[index].push(delta.text)), self._more(delta)
 
     def _rest(self, index: int) -> dict[str, Any]:
         return _message_delta(self._splitters[index].finish())

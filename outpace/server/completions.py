@@ -126,18 +126,11 @@ class CompletionFormat(ChunkFormat):
     """Writes completions and their chunks."""
 
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
-    content_field = "text"
+    content_field, empty = "text", ""
 
     def __init__(self, service: Service, body: CompletionBody, request: GenerationRequest, group: ChoiceGroup) -> None:
         super().__init__(service, body, request, group)
         self._lengths: dict[int, int] = {}  # characters sent so far, by index
-
-    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
-        for index in choice.indices:
-            text, records = self._output(choice, delta, is_first=index not in self._lengths)
-            more = self._more(index, text, records, delta)
-            if text or more:
-                yield self._chunk([self._choice(index, text, **more)])
 
     def _rest(self, index: int) -> str:
         return ""
@@ -157,13 +150,21 @@ class CompletionFormat(ChunkFormat):
 
     def _whole_choice(self, index: int, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         assert choice.ended is not None
-        text, records = self._output(choice, delta, is_first=True)
-        more = self._more(index, text, records, delta)
+        text, more = self._output(index, choice, delta)
         if self.body.return_token_ids:
             more["prompt_token_ids"] = list(choice.prepared.request.prompt)
         return self._choice(index, text, **self._end(index, choice.ended), **more)
 
-    def _output(self, choice: Choice, delta: ChoiceDelta, is_first: bool) -> tuple[str, list[TokenLogprobs | int]]:
+    def _output(self, index: int, choice: Choice, delta: ChoiceDelta) -> tuple[str, dict[str, Any]]:
+        text, records = self._text(choice, delta, is_first=index not in self._lengths)
+        start = self._lengths.get(index, 0)
+        self._lengths[index] = start + len(text)
+        more = self.token_fields(delta)
+        if self.body.logprobs is not None and records:
+            more["logprobs"] = self._logprobs(records, start)
+        return text, more
+
+    def _text(self, choice: Choice, delta: ChoiceDelta, is_first: bool) -> tuple[str, list[TokenLogprobs | int]]:
         """Return text and log-probabilities, first those of an echoed prompt. A token id has no log-probability."""
         if self.body.max_tokens == 0:
             delta = ChoiceDelta()
@@ -180,16 +181,6 @@ class CompletionFormat(ChunkFormat):
             assert choice.run is not None
             records = [prompt[0], *choice.run.history.prompt_logprobs]
         return echo + delta.text, records + list(delta.logprobs)
-
-    def _more(
-        self, index: int, text: str, records: Sequence[TokenLogprobs | int], delta: ChoiceDelta
-    ) -> dict[str, Any]:
-        start = self._lengths.get(index, 0)
-        self._lengths[index] = start + len(text)
-        more = self.token_fields(delta)
-        if self.body.logprobs is not None and records:
-            more["logprobs"] = self._logprobs(records, start)
-        return more
 
     def _logprobs(self, records: Sequence[TokenLogprobs | int], start: int) -> dict[str, Any]:
         """Return four lists of equal length. `text_offset` counts characters of the whole text."""

@@ -172,7 +172,6 @@ def to_request(body: MessagesBody, service: Service) -> GenerationRequest:
 class MessagesFormat(ItemFormat):
     """Writes a message: its items are content blocks."""
 
-    is_messages = True
     prefix = "msg_"
     text_kind, thought_kind, call_kind = "text", "thinking", "tool_use"
 

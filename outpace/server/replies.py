@@ -56,7 +56,6 @@ def sse(value: Any, name: str = "") -> bytes:
 class ResponseFormat:
     """Writes one response in the format of an API, as events or as one JSON object. It keeps what was sent so far."""
 
-    is_messages = False  # whether errors have the format of the Messages API
     prefix: ClassVar[str]  # of ids
 
     def __init__(self, service: Service, body: Any, request: GenerationRequest, group: ChoiceGroup) -> None:
@@ -125,6 +124,7 @@ class ChunkFormat(ResponseFormat):
     kind: ClassVar[str]  # the field `object` of a response
     chunk_kind: ClassVar[str]  # and of a chunk
     content_field: ClassVar[str]  # of a choice
+    empty: ClassVar[Any]  # content of a chunk that has only other fields
 
     def __init__(self, service: Service, body: Any, request: GenerationRequest, group: ChoiceGroup) -> None:
         super().__init__(service, body, request, group)
@@ -133,6 +133,16 @@ class ChunkFormat(ResponseFormat):
         self._has_continuous_usage = bool(options and options.continuous_usage_stats)
         self._num_open = request.n * len(request.prompts)  # choices whose end was not sent
         self._chunk_start = b"data: " + to_json(self._head(self.chunk_kind))[:-1] + b","
+
+    def delta(self, choice: Choice, delta: ChoiceDelta) -> Iterator[bytes]:
+        for index in choice.indices:
+            content, more = self._output(index, choice, delta)
+            if content or more:
+                yield self._chunk([self._choice(index, content or self.empty, **more)])
+
+    def _output(self, index: int, choice: Choice, delta: ChoiceDelta) -> tuple[Any, dict[str, Any]]:
+        """Return the content and the other fields of a choice for new output."""
+        raise NotImplementedError
 
     def ended(self, choice: Choice, ended: ChoiceEnd) -> Iterator[bytes]:
         self._num_open -= len(choice.indices)
@@ -318,10 +328,10 @@ class JsonReply(Response):
         super().__init__(to_json(value), status, dict(headers or {}), "application/json")
 
 
-def error_reply(error: Exception, record: dict[str, Any], is_messages: bool) -> JsonReply:
+def error_reply(error: Exception, record: dict[str, Any]) -> JsonReply:
     """Return an error in the format of the requested API, after `note_error`."""
     found = note_error(error, record)
-    value = found.messages(record["id"]) if is_messages else found.openai()
+    value = found.messages(record["id"]) if record["path"].startswith("/v1/messages") else found.openai()
     return JsonReply(value, found.status, found.headers)
 
 
@@ -409,9 +419,6 @@ class Reply(Response):
             return
         self._timer = asyncio.get_running_loop().call_later(left, self._check_sending)
 
-    def _error_reply(self, scope: Scope, error: Exception) -> JsonReply:
-        return error_reply(error, scope["state"]["record"], self._format.is_messages)
-
     def _fill_record(self, record: dict[str, Any]) -> None:
         choices = self._group.choices
         record["prompt_tokens"] = self._group.prompt_tokens
@@ -431,7 +438,7 @@ class WholeReply(Reply):
                 raise self._group.error
             reply = JsonReply(self._format.whole(), headers=self._more_headers)
         except Exception as error:
-            reply = self._error_reply(scope, error)
+            reply = error_reply(error, scope["state"]["record"])
         await reply(scope, receive, send)
 
 
@@ -448,7 +455,7 @@ class EventStream(Reply):
                 await self._wait(self._service.limits.ping / 2)
         except Exception as error:
             if not self._group.has_begun:  # otherwise the stream reports it
-                await self._error_reply(scope, error)(scope, receive, send)
+                await error_reply(error, scope["state"]["record"])(scope, receive, send)
                 return
         self._group.wake()  # for the output that came with the start
         pairs = {**self._more_headers, **EVENT_HEADERS}.items()

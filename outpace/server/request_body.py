@@ -30,11 +30,6 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 SURROGATE = re.compile("[\ud800-\udfff]")
 FUNCTION_FIELDS = ("type", "function", "name", "description", "parameters", "strict", "cache_control")
-SAMPLING_FIELDS = (  # passed to SamplingParams under the same names
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "bad_words", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
-)
 UNLIMITED = 2**31  # tokens
 
 
@@ -201,6 +196,10 @@ class SamplingBody(Body):
     metadata: dict[str, Any] | None = None
 
 
+# Those that are passed to SamplingParams under the same names.
+SAMPLING_FIELDS = SamplingParams.__dataclass_fields__.keys() & SamplingBody.model_fields.keys() - {"seed", "stop"}
+
+
 class DetailsBody(SamplingBody):
     """Adds the fields that ask for details of how the answer was written."""
 
@@ -259,7 +258,7 @@ def unknown_fields(body: Body, path: str = "") -> Iterator[tuple[str, list[str]]
         yield f"{path[:-1]}={body.unknown_type}", []
         return
     for name, value in (body.model_extra or {}).items():
-        if value is not None and not has_no_effect(name):
+        if value is not None and OTHER_FIELDS.get(name, OtherField()).neutral is not None:
             yield path + name, [] if body.is_kept else list(type(body).model_fields)
     for name in type(body).model_fields:
         value = getattr(body, name)
@@ -431,11 +430,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_refused("lora lora_path lora_request adapter_id adapters"),
     **_refused("options parameters sampling_params extra_body nvext vllm_xargs custom_params"),
 }
-
-
-def has_no_effect(name: str) -> bool:
-    """Return whether a field that an API does not have changes nothing, whatever its value."""
-    return name in OTHER_FIELDS and OTHER_FIELDS[name].neutral is None
 
 
 def with_own_names(given: Mapping[str, Any], fields: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:

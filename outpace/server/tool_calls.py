@@ -121,7 +121,7 @@ class ToolOptions:
         tokenizer, family = self.model.tokenizer, self.model.call_format
         thought = "" if begin is Thought.NONE else thought_rules(tokenizer, begin.is_open)
         has_calls = self.choice.kind != "none"
-        has_special_marks = (thought and reasoning.hides_thoughts(tokenizer)) or (has_calls and family.keeps_special)
+        has_special_marks = (thought and tokenizer.thought_ids) or (has_calls and family.keeps_special)
         shown = {"skip_special_tokens": False} if has_special_marks else {}
         if not has_calls and not thought:
             return shown | found

@@ -20,11 +20,6 @@ class ThoughtDelta(NamedTuple):
     text: str
 
 
-def hides_thoughts(tokenizer: Tokenizer) -> bool:
-    """Return whether marks of thoughts are special tokens, which decoded text omits by default."""
-    return bool(tokenizer.thought_ids)
-
-
 def thought_of(tokenizer: Tokenizer, prompt: Sequence[int], continued: str = "") -> Thought:
     """Return whether the answer to a rendered conversation begins within a thought; see `thought_after`."""
     marks, tail = tokenizer.thought_marks, tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special=False)
