@@ -56,11 +56,15 @@ def tokens_of(prompt: Prompt | ChatPrompt, tokenizer: Any) -> list[int]:
 
 
 def chat_tokens(conversation: ChatPrompt, tokenizer: Any) -> list[int]:
-    """Return the token ids of a conversation.
+    """Return the token ids of a conversation; UserError for a role that is neither a standard one nor named by the chat
+    template.
 
     A last message with "prefix": True is continued too, as in the APIs of DeepSeek and Mistral.
     """
-    _check_roles(conversation.messages, tokenizer)
+    for role in (str(message.get("role", "")) for message in conversation.messages):
+        # Many templates would silently write any role.
+        if role not in ROLES and not (role and re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.template_text)):
+            raise unknown("role", role, ROLES)
     rendering = {**conversation.rendering, **({"continue_final_message": True} if conversation.continues else {})}
     ids: list[int] = tokenizer.chat(conversation.messages, **rendering)
     return ids
@@ -130,14 +134,6 @@ def _files(tokenizer: Tokenizer, marks: InfillTokens, files: Sequence[tuple[str,
 
 def _last(tokens: list[int], count: int) -> list[int]:
     return tokens[max(len(tokens) - count, 0) :]
-
-
-def _check_roles(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
-    """Raise UserError for a role that is neither a standard one nor named by the chat template: many templates would
-    silently write any role."""
-    for role in (str(message.get("role", "")) for message in messages):
-        if role not in ROLES and not (role and re.search(rf"(['\"]){re.escape(role)}\1", tokenizer.template_text)):
-            raise unknown("role", role, ROLES)
 
 
 def _items(value: Any) -> list[Any] | None:

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -30,13 +31,12 @@ from outpace.server.chat_completions import ChatBody, ChatFormat, PromptBody
 from outpace.server.completions import CompletionBody, CompletionFormat, InfillBody, InfillFormat, TokenIds
 from outpace.server.errors import ApiError
 from outpace.server.messages import CountBody, MessagesBody, MessagesFormat
-from outpace.server.options import ServerOptions
 from outpace.server.replies import EventStream, JsonReply, WholeReply, error_reply, new_id
 from outpace.server.request_body import B, Body, read_json, refuse_others, validate
 from outpace.server.responses import ResponsesBody, ResponsesFormat
 from outpace.server.service import Service
 
-Handler = Callable[[Service, Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 PAGE = files("outpace.server") / "page.html"
 LIBRARY = re.compile(r'<script src="(vendor/[\w.]+)"></script>')
 MAX_IGNORED = 500  # characters of the list of ignored fields
@@ -58,26 +58,24 @@ def build_app(service: Service) -> Middleware:
         schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= schema.pop("$defs", {})
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        handler = _generate(kind, function, response_format) if response_format else _call(kind, function)
-        _add_route(app, service, "POST", path, summary, handler, openapi_extra={"requestBody": body})
+        handler = partial(_post, service, kind, function, response_format)
+        _add_route(app, "POST", path, summary, handler, openapi_extra={"requestBody": body})
     for path, (summary, function) in GETS.items():
-        handler = _answer(function)
-        _add_route(app, service, "GET", path, summary, handler)
-        _add_route(app, service, "HEAD", path, summary, handler, include_in_schema=False)
+        handler = partial(_get, service, function)
+        _add_route(app, "GET", path, summary, handler)
+        _add_route(app, "HEAD", path, summary, handler, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi()["components"] = {"schemas": schemas}  # the document is cached
     queued = frozenset(path for path, (*_, response_format) in POSTS.items() if response_format)
-    return Middleware(app, service.options, queued, service)
+    return Middleware(app, queued, service)
 
 
-def _add_route(
-    app: FastAPI, service: Service, method: str, path: str, summary: str, handler: Handler, **more: Any
-) -> None:
+def _add_route(app: FastAPI, method: str, path: str, summary: str, handler: Handler, **more: Any) -> None:
     """Add a handler. Its errors become responses in the format of the path's API."""
 
     async def run(request: Request) -> Response:
         try:
-            return await handler(service, request)
+            return await handler(request)
         except Exception as error:
             return error_reply(error, _record(request))
 
@@ -102,27 +100,24 @@ def _record(request: Request) -> dict[str, Any]:
     return record
 
 
-def _generate(kind: type[Any], to_request: Callable[..., Any], response_format: Callable[..., Any]) -> Handler:
-    """Return a handler that generates text, streamed or whole."""
-
-    async def handle(service: Service, request: Request) -> Response:
-        service.check_ready()
-        body, headers = await _body(service, request, kind)
-        generation, group = await service.start(to_request, body, _record(request).get("key", ""))
-        reply = EventStream if body.stream else WholeReply
-        return reply(service, group, response_format(service, body, generation, group), headers)
-
-    return handle
-
-
-def _call(kind: type[Any], function: Callable[..., dict[str, Any]]) -> Handler:
-    """Return a handler that calls a function in a worker thread."""
-
-    async def handle(service: Service, request: Request) -> Response:
+async def _post(
+    service: Service, kind: type[Any], function: Callable[..., Any], response_format: Any, request: Request
+) -> Response:
+    """Generate text, streamed or whole; without a `response_format`, call the function in a worker thread."""
+    if response_format is None:
         body, headers = await _body(service, request, kind)
         return JsonReply(await service.run_in_thread(function, body, service), headers=headers)
+    service.check_ready()
+    body, headers = await _body(service, request, kind)
+    generation, group = await service.start(function, body, _record(request).get("key", ""))
+    reply = EventStream if body.stream else WholeReply
+    return reply(service, group, response_format(service, body, generation, group), headers)
 
-    return handle
+
+async def _get(service: Service, function: Callable[[Service, Request], Any], request: Request) -> Response:
+    """Answer with a function's value, as JSON unless it is a response."""
+    found = function(service, request)
+    return found if isinstance(found, Response) else JsonReply(found)
 
 
 async def _body(service: Service, request: Request, kind: type[B]) -> tuple[B, Mapping[str, str]]:
@@ -186,16 +181,6 @@ def detokenize(body: DetokenizeBody, service: Service) -> dict[str, Any]:
         raise ApiError(400, f"a token is {bad}, allowed are 0 to {last}", param="tokens")
     text = service.llm.tokenizer.decode(body.tokens, skip_special=False)
     return {"prompt": text, "content": text}
-
-
-def _answer(function: Callable[[Service, Request], Any]) -> Handler:
-    """Return a handler that answers with a function's value, as JSON unless it is a response."""
-
-    async def handle(service: Service, request: Request) -> Response:
-        found = function(service, request)
-        return found if isinstance(found, Response) else JsonReply(found)
-
-    return handle
 
 
 def _models(service: Service, request: Request) -> dict[str, Any]:
@@ -318,9 +303,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Middleware:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions, queued: frozenset[str], service: Service) -> None:
+    def __init__(self, app: ASGIApp, queued: frozenset[str], service: Service) -> None:
         """`queued` are the paths whose requests go through the queue."""
-        self._app, self._options, self._queued, self._service = app, options, queued, service
+        self._app, self._options, self._queued, self._service = app, service.options, queued, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # no websockets: the lifespan
@@ -339,7 +324,9 @@ class Middleware:
 
         try:
             _check_head(scope["http_version"], scope["headers"])
-            self._check(scope["path"], headers, record)
+            record["key"] = self._authenticate(scope["path"], headers)
+            if scope["path"] in self._queued:
+                self._service.admission.check()
         except ApiError as error:
             reply = error_reply(error, record)
             await reply(scope, receive, send_with_headers)
@@ -358,12 +345,6 @@ class Middleware:
         logs.write("request", **record, status=error.status, seconds=0.0)
         reply.raw_headers.extend(_own_headers(record))
         return reply
-
-    def _check(self, path: str, headers: Mapping[bytes, str], record: dict[str, Any]) -> None:
-        """Raise ApiError for a request that may not pass, or finds the queue full."""
-        record["key"] = self._authenticate(path, headers)
-        if path in self._queued:
-            self._service.admission.check()
 
     def _authenticate(self, path: str, headers: Mapping[bytes, str]) -> str:
         """Return an id of the request's API key; raise ApiError for a wrong key or Host header."""

@@ -37,7 +37,7 @@ class TypedTurn(Turn):
     known: ClassVar[tuple[str, ...]]
     type: str | None = None
     _unknown_type: str | None = PrivateAttr(None)
-    _has_media: bool = PrivateAttr(False)
+    _has_media: bool = PrivateAttr(False)  # whether it is an image or the like that no text replaces
 
     @model_validator(mode="wrap")
     @classmethod
@@ -68,11 +68,6 @@ class TypedTurn(Turn):
     @property
     def is_thought(self) -> bool:
         return (self.type or "").startswith(THOUGHTS)
-
-    @property
-    def has_media(self) -> bool:
-        """Whether it is an image or the like, of an unknown type, that no text replaces."""
-        return self._has_media
 
 
 class ContentPart(TypedTurn):
@@ -108,7 +103,7 @@ def refuse_media(role: str, turn: TypedTurn, place: str) -> None:
 
     In the answers of models and tools they are left out.
     """
-    if turn.has_media and role not in ("assistant", "tool"):
+    if turn._has_media and role not in ("assistant", "tool"):
         why = f"{place}.type is {turn.unknown_type!r:.60}, but this server can show the model texts only"
         raise ApiError(400, why, param=place.partition(".")[0], code="invalid_value")
 

@@ -15,7 +15,7 @@ from outpace.server.choices import Choice
 from outpace.server.errors import ApiError, PromptTooLong
 from outpace.server.request_body import Body, OutpaceOptions, SamplingBody, Whole, agreed, sampling_params
 from outpace.server.tool_calls import ChatModel, TextSplitter, ToolOptions
-from outpace.tools.reasoning import has_begun_text
+from outpace.tools.reasoning import has_begun_text, thought_of
 
 PLAIN = "autoregressive"
 DEFAULT_CHAT_TOKENS = 4096
@@ -147,7 +147,7 @@ def chat_request(
     reserved = min(max_tokens or DEFAULT_CHAT_TOKENS, context // ANSWER_SHARE)
     prompt = conversation.render_within(context - reserved) if shortens else conversation.render()
     continued = text_of(conversation.messages[-1]["content"]) if conversation.continues else ""
-    begin = tools.thought(prompt, continued)
+    begin = thought_of(tools.model.tokenizer, prompt, continued)
     if has_begun_text(continued, tools.model.marks):
         is_structured = structured_outputs is not None or (response_format or {}).get("type", "text") != "text"
         tools = tools.within_text(is_structured)

@@ -15,7 +15,7 @@ from outpace.models.files.tokenizer_folder import THINK, Thought, ThoughtMarks
 from outpace.server.errors import ApiError
 from outpace.server.options import ServerOptions
 from outpace.server.request_body import parse_finite_json
-from outpace.tools import definitions, reasoning
+from outpace.tools import definitions
 from outpace.tools.call_grammar import structure_of, thought_rules
 from outpace.tools.calls import CallArguments, CallBegin, CallParser, TextDelta
 from outpace.tools.definitions import Tool, ToolChoice
@@ -109,10 +109,6 @@ class ToolOptions:
             raise ApiError(400, why, param="messages", code="invalid_value")
         # Without a start mark, only a whole answer is a call.
         return self if self.model.call_format.start else replace(self, choice=ToolChoice("none"))
-
-    def thought(self, prompt: Sequence[int], continued: str) -> Thought:
-        """Return whether the answer begins within a thought; `continued` is the text that it continues."""
-        return reasoning.thought_of(self.model.tokenizer, prompt, continued)
 
     def constraints(self, begin: Thought, response_format: Any, structured_outputs: Any) -> dict[str, Any]:
         """Return the fields of SamplingParams that make the answer follow the tools and the requested structure."""

@@ -187,7 +187,8 @@ class _Calls:
                     rules += self._tags(number, tool, _OBJECT)
                 continue
             arguments = f"arguments_{number}"
-            rules.append(f"{arguments}: %json {self._parameters(tool, options)}")
+            limits = {**self._limits_of[tool.name], "x-guidance": {**options, **_EXCLUSIVE}}
+            rules.append(f"{arguments}: %json {json.dumps(limits)}")
             if self._family.body == "args":
                 written = f"{quoted(tool.name)} {_mark(self._tokenizer, self._family.args)} {arguments}"
             else:
@@ -197,9 +198,6 @@ class _Calls:
         if self._family.body != "xml":
             return ["call: " + " | ".join(names), *rules]
         return ['call: "<function=" call_rest', "call_rest: " + " | ".join(names), *rules]
-
-    def _parameters(self, tool: Tool, options: Mapping[str, Any]) -> str:
-        return json.dumps({**self._limits_of[tool.name], "x-guidance": {**options, **_EXCLUSIVE}})
 
     def _bare(self, tool: Tool, options: Mapping[str, Any]) -> str:
         """Return the JSON schema of a whole call."""
