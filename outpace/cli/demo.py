@@ -47,15 +47,6 @@ DIFFERENT = 1  # the exit status if the texts differ
 
 
 @dataclass(frozen=True)
-class DemoFlags:
-    """The models and the drafter."""
-
-    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model")
-    draft: list[str] | None = flag(None, DRAFT, panel="Model")
-    drafter: str | None = flag(None, help_of(BuildOptions)["drafter"], panel=METHOD)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Answers to one prompt by each method, plain decoding first, one for each round."""
 
@@ -105,8 +96,10 @@ def _rate(results: Sequence[Result]) -> float:
 
 @flags
 def demo(
-    pair: DemoFlags,
     sampling: BasicSamplingFlags,
+    target: str | None = flag(None, TARGET, *TARGET_NAMES, panel="Model"),
+    draft: list[str] | None = flag(None, DRAFT, panel="Model"),
+    drafter: str | None = flag(None, help_of(BuildOptions)["drafter"], panel=METHOD),
     prompt: str = flag(PROMPT, "A prompt of your own instead of the first of the two.", show_default=False),
     rounds: int = flag(3, "Runs of each method; the table shows their medians."),
     as_json: bool = JSON,
@@ -117,10 +110,10 @@ def demo(
 
     params = SamplingParams(**asdict(sampling))
     check_range("rounds", rounds, 1, 1000)
-    model = ModelFlags(pair.target, pair.draft, build=BuildOptions(METHODS[0], pair.drafter))
+    model = ModelFlags(target, draft, build=BuildOptions(METHODS[0], drafter))
     with ExitStack() as stack:
         llm = stack.enter_context(model.open({}, quiet=as_json, bar_after=0.0))
-        drafter = pair.drafter or (f"{llm.draft.drafter}+ngram" if llm.draft else "ngram")
+        drafter = drafter or (f"{llm.draft.drafter}+ngram" if llm.draft else "ngram")
         llms = {PLAIN: llm, METHODS[0]: llm}
         for name in METHODS[1:]:
             llms[name] = stack.enter_context(LLM(llm.target, llm.draft, method=name, drafter=drafter))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags, flags_of
+from outpace.cli.flags import flags
 from outpace.cli.options import ModelFlags
 from outpace.core.errors import require
-from outpace.core.options import help_of
+from outpace.core.options import same
 from outpace.engine.options import EngineOptions
 from outpace.models.files.find import pair_name
-from outpace.server.options import ServerLimits, ServerOptions
+from outpace.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from outpace.server.service import Service
@@ -22,16 +21,10 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
-@dataclass(frozen=True)
-class ServerFlags:
-    """The server's options, and the size of a batch."""
-
-    options: ServerOptions = flags_of(ServerOptions)
-    batch: int = flag(EngineOptions.batch, help_of(EngineOptions)["batch"], panel=ServerLimits.panel)
-
-
 @flags
-def serve(ctx: typer.Context, model: ModelFlags, server: ServerFlags) -> None:
+def serve(
+    ctx: typer.Context, model: ModelFlags, options: ServerOptions, batch: int = same(EngineOptions, "batch")
+) -> None:
     """Answer the OpenAI and Anthropic APIs over HTTP.
 
     Without options it serves the shipped model on http://127.0.0.1:8000. After SIGTERM or Ctrl-C it finishes running
@@ -40,8 +33,7 @@ def serve(ctx: typer.Context, model: ModelFlags, server: ServerFlags) -> None:
     require("outpace serve", "server", *NEEDED)
     from outpace.server import run
 
-    options = server.options
-    with run.listen(options) as listener, model.open({**ctx.obj, "batch": server.batch, "rules": options.rules}) as llm:
+    with run.listen(options) as listener, model.open({**ctx.obj, "batch": batch, "rules": options.rules}) as llm:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http{'s' if options.ssl_certfile else ''}://{host}:{listener.getsockname()[1]}"
         run.serve(llm, options, listener, lambda service: _greet(service, address))
