@@ -360,8 +360,8 @@ def test_demo(run: Run, tiny: Path) -> None:
 def test_demo_fails_when_the_texts_differ(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = LLM.stream
 
-    def lossy(self: LLM, prompt: Any, params: Any, plain: bool) -> Any:
-        return start(self, prompt if plain else "world", params, plain=plain)
+    def lossy(self: LLM, prompt: Any, params: Any, plain: bool, **more: Any) -> Any:
+        return start(self, prompt if plain else "world", params, plain=plain, **more)
 
     monkeypatch.setattr(LLM, "stream", lossy)
     code, out, _ = run(*DEMO, "--target", str(tiny))
