@@ -219,7 +219,7 @@ def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM,
         yield FromDrafter(request=request_message(prepared.request))
         for _ in range(30):
             message = FromDrafter(seconds=chance.choice([0.0, 0.1]))
-            layer = message.layers.add(key=chance.choice([0, 1, 9]), root_id=chance.choice([0, -1, 5]))
+            layer = message.levels.add(key=chance.choice([0, 1, 9]), root_id=chance.choice([0, -1, 5]))
             for _ in range(chance.randrange(4)):
                 layer.id_steps.append(1)
                 layer.parent_steps.append(chance.choice([1, 1, 2]))
@@ -228,7 +228,7 @@ def test_invalid_messages_end_their_stream_alone(site: Served, llm: outpace.LLM,
                 layer.log_probs.append(-chance.random())
             yield message
         bad = FromDrafter(seconds=chance.choice([-1.0, float("nan")]))
-        bad.layers.add(tokens=[1], id_steps=[1], parent_steps=[1], roles=[0], log_probs=[-0.1])
+        bad.levels.add(tokens=[1], id_steps=[1], parent_steps=[1], roles=[0], log_probs=[-0.1])
         kinds = [bad, FromDrafter(hello=own.hello), FromDrafter(request=request_message(prepared.request))]
         yield kinds[number % len(kinds)]
         yield bad
@@ -254,7 +254,7 @@ def test_wrong_drafts_do_not_change_the_text(site: Served, llm: outpace.LLM) -> 
         number = 1
         while not ended.wait(0.0005):
             message = FromDrafter(seconds=0.001)
-            layer = message.layers.add(root_id=0)
+            layer = message.levels.add(root_id=0)
             layer.id_steps.extend([number, 1])
             layer.parent_steps.extend([number, chance.choice([1, number + 1])])
             layer.tokens.extend(chance.randrange(own.num_tokens) for _ in range(2))
@@ -317,7 +317,7 @@ def test_a_slow_client_does_not_hold_up_others(site: Served, llm: outpace.LLM, s
         yield FromDrafter(request=request_message(prepared.request))
         while not ended.wait(0.01):
             message = FromDrafter(seconds=seconds)
-            message.layers.add(root_id=-(1 << 40))
+            message.levels.add(root_id=-(1 << 40))
             yield message
 
     client = threading.Thread(target=call, args=(port_of(site), sent()))
