@@ -300,7 +300,7 @@ def test_doctor_has_a_line_for_each_extra() -> None:
     extras = project["optional-dependencies"]
     assert set(doctor_file.EXTRAS) == set(extras) - {"native", "docs", "dev"}
     modules = {"grpcio": "grpc", "llama_cpp_python": "llama_cpp", "protobuf": "google.protobuf"}
-    modules |= {"scikit_learn": "sklearn", "sionna_no_rt": "sionna", "ray[serve]": "ray"}
+    modules |= {"scikit_learn": "sklearn", "ray[serve]": "ray"}
     for name, (_, brought) in doctor_file.EXTRAS.items():
         whole = [part for package in extras[name] for part in (extras["torch"] if "[torch]" in package else [package])]
         packages = [re.split(r"[<>=]", package)[0].replace("-", "_") for package in whole]

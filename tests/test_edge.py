@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from commands import run_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.cli.edge import NetworkFlags
 from outpace.core import theory
 from outpace.core.errors import UserError
 from outpace.studies.edge import associations, channel, link, report, run
@@ -356,15 +355,11 @@ def test_one_link_is_the_formulas_of_theory() -> None:
     gamma = theory.best_length(0.8, 12 / 140)
     assert found["device alone, sequential drafting"].length == gamma
     assert found["device drafts, CARD"].time == pytest.approx(25 / theory.card_limit(5.0, 1.0, 12 / 25))
-    assert link.advice(given).startswith("let the server write alone, 25.0 ms per token")
-    assert link.advice(replace(given, server_pass=90.0)).startswith("draft on the device for the server (PEARL, ")
-    assert link.advice(replace(given, server_pass=300.0)).startswith("write on the device alone with drafts of ")
-
-
-def test_the_flags_have_the_defaults_of_the_settings() -> None:
-    defaults, flagged = EdgeSettings(), {one.name: one.default for one in fields(NetworkFlags)}
-    assert flagged.pop("draft_length") == str(defaults.draft_length)
-    assert flagged == {name: getattr(defaults, name) for name in flagged}
+    assert link.advice(given).startswith(
+        "best is server alone, 25.0 ms per token; the second best, device drafts, PEARL"
+    )
+    assert link.advice(replace(given, server_pass=90.0)).startswith("best is device drafts, PEARL with ")
+    assert link.advice(replace(given, server_pass=300.0)).startswith("best is device alone, sequential drafting with ")
 
 
 def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
@@ -400,9 +395,9 @@ def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (("--devices", 3, "--servers", 4), "servers is 4, it must be at most the number of devices, 3"),
-        (("--bandwidth-mhz", 0), "bandwidth is 0.0, it must be between 0.001 and 1e+06"),
+        (("--bandwidth-mhz", 0), "bandwidth_mhz is 0.0, it must be between 0.001 and 1e+06"),
         (("--battery", 0, 1), "battery is 0.0, it must be between 0.001 and 1"),
-        (("--transmit-dbm", "-inf"), "transmit-dbm is -inf, it must be between -300 and 100"),
+        (("--transmit-dbm", "-inf"), "transmit_dbm is -inf, it must be between -300 and 100"),
         (("--device-step", 3, "--server-pass", -25), "server-pass is -25.0, it must be between 1e-06 and 1e+09"),
         (("--device-step", 3, "--server-pass", 9, "--rtt", -1), "rtt is -1.0, it must be between 0 and 1e+09"),
         (("--device-step", 3), "device-step and server-pass, which go together"),
@@ -414,8 +409,7 @@ def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
         (("--policies", "greedy"), "policy is 'greedy', it must be an association and shares"),
         (("--policies", "greedi/equal"), "unknown association 'greedi'"),
         (("--policies", "greedy/fair"), "unknown shares of the policy 'greedy/fair' 'fair'"),
-        (("--rate", "mcs"), "--scenario uma and --rate mcs need --channel sionna"),
-        (("--scenario", "uma"), "--scenario uma and --rate mcs need --channel sionna"),
+        (("--channel", "sionna"), "--channel was removed: leave it out, the channel is always that of 3GPP"),
         (("--seed", -1), "seed is -1, it must be between 0 and "),
         (("--sweep", "devices=-inf:12:1"), "the last value must not be below the first"),
         (("--sweep", "devices=6:6:1,devices=7:8:1"), "sweep has devices twice"),

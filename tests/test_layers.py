@@ -128,7 +128,7 @@ def objection(edge: Import) -> str | None:
     if goal == home:
         return objection_within(edge.source, target)
     if home in TOP and goal in TOP:
-        is_record = target.startswith("server.options.")  # whose fields are flags
+        is_record = target.startswith(("server.options.", "studies.edge.settings."))  # whose fields are flags
         return (
             None
             if home == "cli" and (edge.is_late or is_record)

@@ -5,46 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.flags import check_file, check_plot, common_fields, flag, flags
+from outpace.cli.flags import check_file, check_plot, flag, flags, flags_of
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, check_range, check_whole, require
-
-if TYPE_CHECKING:
-    from outpace.studies.edge.settings import EdgeSettings
+from outpace.core.options import help_of
+from outpace.studies.edge.settings import EdgeSettings, read_acceptance
 
 
 @dataclass(frozen=True)
 class NetworkFlags:
-    """The network that is simulated; fields and defaults are those of `EdgeSettings`."""
+    """The network that is simulated."""
 
     panel: ClassVar[str] = "Network"
-    devices: int = flag(120, "Number of devices (M).")
-    servers: int = flag(12, "Number of servers (E).")
-    bandwidth_mhz: float = flag(10.0, "Bandwidth of all servers together in MHz (W), divided equally among them.")
+    settings: EdgeSettings = flags_of(EdgeSettings, *help_of(EdgeSettings))
     draft_length: str = flag("8", "Draft length of all devices; auto: each device's best, 0 if drafting does not pay.")
-    battery: tuple[float, float] = flag((0.05, 1.0), "Range of the initial battery levels, between 0.001 and 1.")
-    objective: str = flag(
-        "step",
-        "What policies minimise: step, the time of a step that drafts and verifies in parallel; or paper, the"
-        " sum of both times with a penalty on the square of their difference.",
-    )
-    energy_weight: float = flag(0.0, "Milliseconds that one mJ is worth to a device with an empty battery.")
-    channel: str = flag(
-        "3gpp", "3gpp: path loss and shadowing of TR 38.901; sionna: the channel of sionna-no-rt (extra edge)."
-    )
-    scenario: str = flag("umi", "Scenario of the channel sionna: umi (street canyon) or uma (rooftops).")
-    rate: str = flag("shannon", "Rate of a link: shannon, log2(1 + SNR); mcs, the link adaptation of sionna.")
-    channel_age: int = flag(0, "Age in slots of the channels that policies know, 0 or 1.")
-    slots: int = flag(1, "Number of slots of one second; devices move, and queues and batteries carry over.")
-    area: float = flag(1000.0, "Side of the simulated square, in metres.")
-    speed: float = flag(1.5, "Speed of the devices, in m/s.")
-    prompts: float = flag(0.05, "Probability that a device sends a new prompt in a slot.")
-    transmit_dbm: float = flag(23.0, "Transmit power of the devices, in dBm.")
+
+    def with_rates(self, acceptance: tuple[float, ...]) -> EdgeSettings:
+        """Return the settings with the draft length and these acceptance rates."""
+        try:
+            length = None if self.draft_length == "auto" else int(self.draft_length)
+        except ValueError:
+            raise UserError(f"draft-length is {self.draft_length!r}, it must be a whole number or auto") from None
+        return replace(self.settings, draft_length=length, acceptance=acceptance)
 
 
 @dataclass(frozen=True)
@@ -88,8 +75,6 @@ def edge(
     as_json: bool = JSON,
 ) -> None:
     """Show which devices should draft for which servers, and whether drafting on a device pays."""
-    from outpace.studies.edge.settings import read_acceptance
-
     rates = read_acceptance(acceptance)
     check_whole("seed", study.seed, 0, 2**31)
     check_plot("--plot", study.plot)
@@ -102,15 +87,15 @@ def edge(
             )
         _show_link(link, rates, as_json)
     elif study.train is None:
-        _show_network(_settings(network, rates), study, as_json)
+        _show_network(network.with_rates(rates), study, as_json)
     elif compared:
         raise UserError("--train writes a policy only, without sweep, plot and policy: compare it in a second command")
     else:
-        _train(_settings(network, rates), study, study.train)
+        _train(network.with_rates(rates), study, study.train)
 
 
 def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
-    require("--train", "edge", "stable_baselines3", "pettingzoo")
+    require("--train", "edge", "stable_baselines3", "gymnasium")
     check_file("--train", file)
     check_range("train-minutes", study.train_minutes, 0.001, 10_000.0)
     if file.suffix != ".zip":
@@ -119,18 +104,6 @@ def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
     with display.loading_bar() as bar:
         train(settings, file, study.train_minutes, study.seed, lambda done: bar("training", done))
     display.say(f"wrote {file}: compare it with --policy {file}")
-
-
-def _settings(network: NetworkFlags, rates: tuple[float, ...]) -> EdgeSettings:
-    from outpace.studies.edge.settings import EdgeSettings
-
-    text = network.draft_length
-    try:
-        length = None if text == "auto" else int(text)
-    except ValueError:
-        raise UserError(f"draft-length is {text!r}, it must be a whole number or auto") from None
-    given = common_fields(network, EdgeSettings) | {"acceptance": rates, "draft_length": length}
-    return EdgeSettings(**given)
 
 
 def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> None:
@@ -177,8 +150,6 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
         for sentence in report.sentences(found[0][1]) if len(found) == 1 else []:
             display.print_sentence(sentence)
     if study.plot is not None:
-        from outpace.studies.edge.report import plot
-
         sizes = [f"{getattr(settings, name)} {name}" for name in ("devices", "servers") if name not in points[0]]
-        plot(found, ", ".join([*sizes, f"{study.worlds} worlds", f"channel {settings.channel}"]), study.plot)
+        report.plot(found, ", ".join([*sizes, f"{study.worlds} worlds"]), study.plot)
         display.say(f"plot: {study.plot}")

@@ -39,6 +39,9 @@ REMOVED_NAMES = {  # for one release: what to do instead
     ("drafters", "recycle"): "use suffix or ngram, which gain more on each measured kind of text",
     ("flags", "--pack"): "leave it out, a draft is stored whole",
     ("flags", "--unpack"): "name the packed draft, whose embeddings are read from its target, or write it by --gguf",
+    ("flags", "--channel"): "leave it out, the channel is always that of 3GPP TR 38.901, UMi street canyon",
+    ("flags", "--scenario"): "leave it out, the scenario is always UMi, a street canyon",
+    ("flags", "--rate"): "leave it out, a link's rate is always log2(1 + SNR)",
     ("flags", "--inflate"): "use bench/gpu.py, which measures a target widened to 8B or 32B",
     ("flags", "--tp-plan"): "use pp_plan or device_map, which split a model by layers",
 }

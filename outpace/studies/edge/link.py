@@ -57,12 +57,14 @@ def choices(link: OneLink) -> list[LinkChoice]:
 
 def _sequential(link: OneLink, target_pass: float, delay: float, shortest: int) -> tuple[float, int]:
     """Return the time per token of sequential drafting at the best length from `shortest` on, and that length."""
-
-    def time(gamma: int) -> float:
-        tokens = theory.expected_tokens_by_position(_positions(link)[:gamma])
-        return target_pass / theory.speedup(tokens, gamma, link.device_step / target_pass, 1.0, delay / target_pass)
-
-    return min((time(gamma), gamma) for gamma in range(shortest, MAX_LENGTH + 1))
+    positions = (*link.acceptance, *[link.acceptance[-1]] * MAX_LENGTH)
+    return min(
+        (
+            (gamma * link.device_step + delay + target_pass) / theory.expected_tokens_by_position(positions[:gamma]),
+            gamma,
+        )
+        for gamma in range(shortest, MAX_LENGTH + 1)
+    )
 
 
 def _pearl(link: OneLink) -> tuple[float, int]:
@@ -74,24 +76,11 @@ def _pearl(link: OneLink) -> tuple[float, int]:
     )
 
 
-def _positions(link: OneLink) -> tuple[float, ...]:
-    return (*link.acceptance, *[link.acceptance[-1]] * MAX_LENGTH)
-
-
 def advice(link: OneLink) -> str:
     """Say in one sentence what to do."""
-    usable = [one for one in choices(link) if not one.note]
-    best = min(usable, key=lambda one: one.time)
-    server = next(one for one in usable if one.name == "server alone")
-    if best is server:
-        drafted = min((one for one in usable if one.name.startswith("device drafts")), key=lambda one: one.time)
-        how = drafted.name.partition(", ")[2]
-        return (
-            f"let the server write alone, {server.time:.1f} ms per token: with drafts from the device ({how}) it"
-            f" would take {drafted.time:.1f} ms"
-        )
-    gain = f"{server.time / best.time:.2f} times as fast as the server alone"
-    if best.name.startswith("device alone"):
-        return f"write on the device alone with drafts of {best.length} tokens, {best.time:.1f} ms per token: {gain}"
-    how = best.name.partition(", ")[2]
-    return f"draft on the device for the server ({how}, {best.length} tokens), {best.time:.1f} ms per token: {gain}"
+    best, second = sorted((one for one in choices(link) if not one.note), key=lambda one: one.time)[:2]
+    drafting = f" with {best.length} drafted tokens" if best.length else ""
+    return (
+        f"best is {best.name}{drafting}, {best.time:.1f} ms per token; the second best, {second.name}, takes"
+        f" {second.time:.1f} ms"
+    )

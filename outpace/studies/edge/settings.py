@@ -7,19 +7,17 @@ the draft model. The other values of its Table I could not be read: those marked
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from outpace.core.errors import UserError, check_range, check_whole, unknown
+from outpace.core.errors import UserError, check_range, check_whole
+from outpace.core.options import CheckedOptions, number, one_of, option, whole
 from outpace.models.files.reading import read_json
 
 SHIPPED = Path(__file__).parents[2] / "drafts" / "smollm2-135m-instruct" / "judgement.json"
 OBJECTIVES = ("step", "paper")
-CHANNELS = ("3gpp", "sionna")
-SCENARIOS = ("umi", "uma")
-RATES = ("shannon", "mcs")
 MAX_LENGTH = 16
 
 
@@ -41,30 +39,62 @@ PASS_MS = (12.0, 18.0, 24.0)  # ours: a target pass on servers of three kinds, 3
 MODEL_RATIO = 1558 / 137  # a target pass over a draft step on the same device, both memory-bound
 
 
-@dataclass(frozen=True)
-class EdgeSettings:
-    """The parameters of a world. Distances are in metres and times in milliseconds unless the name says otherwise."""
+def _check_rates(name: str, rates: tuple[float, ...]) -> None:
+    if not rates:
+        raise UserError(f"{name} is empty, it must be a rate for each position, as in 0.8,0.7")
+    for rate in rates:
+        check_range(name, rate, 0.0, 1.0)
 
-    devices: int = 120  # M; the paper has 30 to 180
-    servers: int = 12  # E; the paper has 4 to 20
-    bandwidth_mhz: float = 10.0  # W, divided equally among the servers; the paper's
-    acceptance: tuple[float, ...] = (0.8,)  # rate at each draft position; the last one holds for all further positions
-    draft_length: int | None = 8  # ours: gamma of all devices; None: each device's best, 0 if drafting does not pay
-    objective: str = "step"
-    energy_weight: float = 0.0  # ms that a device with an empty battery spends to save one mJ
-    channel: str = "3gpp"
-    scenario: str = "umi"
-    rate: str = "shannon"
-    channel_age: int = 0  # policies know the channels of this many slots ago
-    slots: int = 1
-    area: float = 1000.0  # ours: side of the square in which devices and servers are
-    speed: float = 1.5  # ours: metres a second
+
+def _check_battery(name: str, levels: tuple[float, float]) -> None:
+    for level in levels:
+        check_range(name, level, 0.001, 1.0)
+    if levels[0] > levels[1]:
+        raise UserError(f"{name} is {levels[0]:g}:{levels[1]:g}, the lower level must come first")
+
+
+def _check_length(name: str, length: int | None) -> None:
+    if length is not None:
+        check_whole(name, length, 1, MAX_LENGTH)
+
+
+@dataclass(frozen=True)
+class EdgeSettings(CheckedOptions):
+    """The parameters of a world. Distances are in metres and times in milliseconds unless the name says otherwise.
+
+    Fields with a help text are flags of `outpace edge`.
+    """
+
+    devices: int = whole(120, 1, 10_000, "Number of devices (M).")  # the paper has 30 to 180
+    servers: int = whole(12, 1, 1000, "Number of servers (E).")  # the paper has 4 to 20
+    bandwidth_mhz: float = number(  # the paper's
+        10.0, 0.001, 1e6, "Bandwidth of all servers together in MHz (W), divided equally among them."
+    )
+    acceptance: tuple[float, ...] = option((0.8,), "", _check_rates)  # by position; the last one holds for all further
+    draft_length: int | None = option(8, "", _check_length)  # ours: gamma; None: each device's best, 0 if none pays
+    objective: str = one_of(
+        "step",
+        OBJECTIVES,
+        "What policies minimise: step, the time of a step that drafts and verifies in parallel; or paper, the"
+        " sum of both times with a penalty on the square of their difference.",
+    )
+    energy_weight: float = number(0.0, 0.0, 1e6, "Milliseconds that one mJ is worth to a device with an empty battery.")
+    channel_age: int = whole(0, 0, 1, "Age in slots of the channels that policies know, 0 or 1.")
+    slots: int = whole(
+        1, 1, 100_000, "Number of slots of one second; devices move, and queues and batteries carry over."
+    )
+    area: float = number(1000.0, 1.0, 1e6, "Side of the simulated square, in metres.")  # ours
+    speed: float = number(1.5, 0.0, 1000.0, "Speed of the devices, in m/s.")  # ours
+    battery: tuple[float, float] = option(  # ours
+        (0.05, 1.0), "Range of the initial battery levels, between 0.001 and 1 (full).", _check_battery
+    )
+    prompts: float = number(0.05, 0.0, 1.0, "Probability that a device sends a new prompt in a slot.")  # ours
+    transmit_dbm: float = number(  # ours: 3GPP's power class 3
+        23.0, -300.0, 100.0, "Transmit power of the devices, in dBm."
+    )
     slot_ms: float = 1000.0  # ours
-    battery: tuple[float, float] = (0.05, 1.0)  # ours: range of the battery levels at the start, 1 is full
-    prompts: float = 0.05  # ours: chance that a device sends a new prompt in a slot
     prompt_passes: float = 20.0  # ours: server time of a prompt, in target passes
     header_bits: int = 480  # ours: headers of a message; each token adds 17 bits, as keyed rules need only ids
-    transmit_dbm: float = 23.0  # ours: 3GPP's power class 3
     noise_dbm_hz: float = -167.0  # ours: thermal noise of -174 and a noise figure of 7 dB
     carrier_ghz: float = 3.5  # ours
     reach_db: float = -6.7  # ours: the SNR that the lowest modulation needs; with less, a server is out of reach
@@ -73,39 +103,9 @@ class EdgeSettings:
 
     def __post_init__(self) -> None:
         """Raise UserError for a value that no network can have."""
-        for name, high in (("devices", 10_000), ("servers", 1000), ("slots", 100_000)):
-            check_whole(name, getattr(self, name), 1, high)
+        super().__post_init__()
         if self.servers > self.devices:
             raise UserError(f"servers is {self.servers}, it must be at most the number of devices, {self.devices}")
-        if not self.acceptance:
-            raise UserError("acceptance is empty, it must be a rate for each position, as in 0.8,0.7")
-        for rate in self.acceptance:
-            check_range("acceptance", rate, 0.0, 1.0)
-        for low in self.battery:
-            check_range("battery", low, 0.001, 1.0)
-        if self.battery[0] > self.battery[1]:
-            raise UserError(f"battery is {self.battery[0]:g}:{self.battery[1]:g}, the lower level must come first")
-        if self.draft_length is not None:
-            check_whole("draft-length", self.draft_length, 1, MAX_LENGTH)
-        check_range("bandwidth", self.bandwidth_mhz, 0.001, 1e6)
-        check_range("energy-weight", self.energy_weight, 0.0, 1e6)
-        check_range("area", self.area, 1.0, 1e6)
-        check_range("transmit-dbm", self.transmit_dbm, -300.0, 100.0)
-        check_range("speed", self.speed, 0.0, 1000.0)
-        check_range("prompts", self.prompts, 0.0, 1.0)
-        check_whole("channel-age", self.channel_age, 0, 1)
-        for name, allowed in (
-            ("objective", OBJECTIVES),
-            ("channel", CHANNELS),
-            ("scenario", SCENARIOS),
-            ("rate", RATES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise unknown(name, getattr(self, name), allowed)
-        if self.channel == "3gpp" and (self.scenario, self.rate) != ("umi", "shannon"):
-            raise UserError(
-                "--scenario uma and --rate mcs need --channel sionna; --channel 3gpp has umi and shannon only"
-            )
 
 
 SWEPT = {  # settings that a sweep may change, and their types
@@ -116,32 +116,23 @@ SWEPT = {  # settings that a sweep may change, and their types
 
 def read_acceptance(text: str) -> tuple[float, ...]:
     """Parse comma-separated rates or read a judgement.json; an empty text means the rates of the shipped pair."""
-    if not text:
-        return judged(SHIPPED)
     try:
-        rates = tuple(float(part) for part in text.split(","))
+        return tuple(float(part) for part in text.split(",")) if text else judged(SHIPPED)
     except ValueError:
         if Path(text).suffix != ".json":
             says = "it must be rates with commas between them, as in 0.8,0.7, or a judgement.json of outpace distill"
             raise UserError(f"acceptance is {text!r}, {says}") from None
         return judged(Path(text))
-    for rate in rates:
-        check_range("acceptance", rate, 0.0, 1.0)
-    return rates
 
 
 def judged(file: Path) -> tuple[float, ...]:
     """Return the acceptance rate at each draft position at temperature 0, averaged over tasks."""
     rows = read_json(file).get("rows")
     found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    columns = [_positions(row, file) for row in found if row.get("temperature") == 0]
+    positions = [row.get("by_position") for row in found if row.get("temperature") == 0]
+    columns = [rates for rates in positions if isinstance(rates, list)]
     if not any(columns):
         raise UserError(f"{file} has no row of temperature 0 with `by_position`, the acceptance of each draft position")
-    return tuple(fmean(rate for rate in column if rate is not None) for column in zip_longest(*columns))
-
-
-def _positions(row: dict[str, Any], file: Path) -> list[float]:
-    rates = row.get("by_position") or []
-    for rate in rates if isinstance(rates, list) else [rates]:
+    for rate in chain.from_iterable(columns):
         check_range(f"by_position in {file}", rate, 0.0, 1.0)
-    return list(rates)
+    return tuple(fmean(rate for rate in column if rate is not None) for column in zip_longest(*columns))

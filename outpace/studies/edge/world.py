@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outpace.core import theory
-from outpace.studies.edge.channel import PathLossChannel, SionnaChannel
+from outpace.studies.edge.channel import PathLossChannel
 from outpace.studies.edge.problem import SlotProblem
 from outpace.studies.edge.settings import DEVICE_CLASSES, MAX_LENGTH, MODEL_RATIO, PASS_MS, EdgeSettings
 
@@ -81,7 +81,7 @@ def make_world(settings: EdgeSettings, seed: int) -> EdgeWorld:
     pass_ms = np.array(PASS_MS)[rng.integers(len(PASS_MS), size=settings.servers)]
     battery = rng.uniform(*settings.battery, size=settings.devices)
     heading = rng.uniform(0.0, 2.0 * np.pi, size=settings.devices)
-    channel = (PathLossChannel if settings.channel == "3gpp" else SionnaChannel)(settings, rng)
+    channel = PathLossChannel(settings, rng)
     slots, place = [], devices * settings.area
     for _ in range(settings.slots):
         efficiency = channel.efficiency(place, servers * settings.area)

@@ -17,15 +17,7 @@ from torch import Tensor
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.studies.timeseries.patch_models import PatchModel
 from outpace.studies.timeseries.rules import ExactRule, PatchRule, StrideRule
-from outpace.studies.timeseries.sampling import (
-    MAX_LENGTH,
-    AcceptanceLength,
-    DraftLength,
-    FixedLength,
-    MeasuredLength,
-    PathStats,
-    draw_paths,
-)
+from outpace.studies.timeseries.sampling import MAX_LENGTH, DraftLength, PathStats, draw_paths
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,10 +46,9 @@ class SampledForecast:
 class Forecaster:
     """Continues series with a target, and a draft model that proposes patches for it.
 
-    `draft_length` is the number of patches drafted in a round, 0 to 8; 0 is the target alone. If it is None, the rule
-    stride adapts it to the acceptance rate; the rule exact takes the best by measured times and acceptance rates (0 if
-    drafting does not pay) or, with a seed, the draft model's own `draft_length`, so that the paths do not depend on
-    times. `dials` are the parameters of the rule.
+    `draft_length` is the number of patches drafted in a round, 0 to 8; 0 is the target alone. None is the draft model's
+    own `draft_length`, or with the rule stride a number that adapts to the acceptance rate. `dials` are the parameters
+    of the rule.
     """
 
     def __init__(
@@ -83,7 +74,6 @@ class Forecaster:
         except TypeError:
             raise UserError(f"the rule {rule} takes no {' or '.join(dials)}; only stride has dials") from None
         self.target, self.draft, self._draft_length = target, draft, draft_length
-        self._measured = MeasuredLength()
 
     @classmethod
     def load(cls, target: str | Path | None = None, draft: str | Path | None = None, **options: Any) -> Forecaster:
@@ -153,7 +143,7 @@ class Forecaster:
         ]
         samples = torch.stack([one.mean.expand(num_samples, prediction_length) for one in histories]).clone()
         is_drafted = torch.zeros(samples.shape, dtype=torch.bool)
-        stats, lengths = PathStats(), self._lengths(seed)
+        stats, length = PathStats(), self._length()
         with torch.random.fork_rng(devices=[]) if seed is not None else nullcontext():
             if seed is not None:
                 torch.manual_seed(seed)
@@ -163,7 +153,7 @@ class Forecaster:
                     part = slice(first, min(first + _MAX_ROWS, num_samples))
                     shape = (len(group), part.stop - first, -1)
                     paths = draw_paths(
-                        self.target, self.draft, patches, shape[1], num_patches, self.rule, lengths, stats
+                        self.target, self.draft, patches, shape[1], num_patches, self.rule, length, stats
                     )
                     marks = paths.is_drafted.repeat_interleave(self.target.patch_length, 1)
                     is_drafted[group, part] = marks.reshape(shape)[..., :prediction_length]
@@ -183,12 +173,12 @@ class Forecaster:
             raise UserError(f"prediction_length is {prediction_length}, it must be {allowed}")
         return min(limits) - num_patches
 
-    def _lengths(self, seed: int | None) -> DraftLength:
+    def _length(self) -> DraftLength:
         if self._draft_length is not None or self.draft is None:
-            return FixedLength(self._draft_length or 0)
+            return DraftLength(self._draft_length or 0)
         if isinstance(self.rule, StrideRule):
-            return AcceptanceLength()
-        return self._measured if seed is None else FixedLength(self.draft.draft_length)
+            return DraftLength(3, adapts=True)
+        return DraftLength(self.draft.draft_length)
 
 
 class _Scaled:

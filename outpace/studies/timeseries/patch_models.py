@@ -26,7 +26,7 @@ class PatchModel(ABC):
     patch_length: int
     max_patches: int | None = None  # of history and forecast together; None: no limit
     frequencies: Sequence[str] = ()  # of the series in its training data, as pandas names them; empty: any
-    draft_length = 4  # patches to draft in a round if a seed forbids choosing by measured times
+    draft_length = 4  # patches to draft in a round, if nothing else is asked for
 
     @abstractmethod
     def open(self, history: Tensor) -> Any:
