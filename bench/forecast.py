@@ -21,15 +21,16 @@ from forecast_train import build, split
 from gluonts.dataset.common import ListDataset
 from gluonts.dataset.split import TestData
 from gluonts.dataset.split import split as split_dataset
+from gluonts.dataset.util import forecast_start
 from gluonts.ev.metrics import MASE, MeanWeightedSumQuantileLoss
 from gluonts.model import evaluate_forecasts
+from gluonts.model.forecast import SampleForecast
 from gluonts.model.seasonal_naive import SeasonalNaivePredictor
 from torch import Tensor
 from torch.distributions import Distribution
 
 from outpace.studies.timeseries.forecaster import QUANTILES, SHIPPED, Forecaster
 from outpace.studies.timeseries.patch_models import PatchModel
-from outpace.studies.timeseries.predictor import ForecasterPredictor
 from outpace.studies.timeseries.transformer import TransformerForecaster
 
 HORIZON, DAY = 96, 96  # quarter hours
@@ -106,9 +107,12 @@ def accuracy(windows: int, samples: int) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     stats = None
     for name, (forecaster, seed) in forecasters.items():
-        found[name] = list(ForecasterPredictor(forecaster, HORIZON, samples, seed).predict(data.input))
-        if forecaster.draft is not None:  # the same paths again, for their counts
-            stats = forecaster.sample([one["target"] for one in data.input], HORIZON, samples, seed=seed).stats
+        entries = list(data.input)
+        drawn = forecaster.sample([one["target"] for one in entries], HORIZON, samples, seed=seed)
+        pairs = zip(entries, drawn.samples.numpy(), strict=True)
+        found[name] = [SampleForecast(paths, forecast_start(one), item_id=one["item_id"]) for one, paths in pairs]
+        if forecaster.draft is not None:
+            stats = drawn.stats
     for name, season in (("a day", DAY), ("a week", 7 * DAY)):
         found[f"seasonal naive, {name}"] = list(SeasonalNaivePredictor(HORIZON, season).predict(data.input))
     single = {name: scores(forecasts, data, 1) for name, forecasts in found.items()}
@@ -134,7 +138,6 @@ def times(repeats: int) -> list[dict[str, Any]]:
     for size in (3, *LARGER):
         used: PatchModel = target if size == 3 else LoadedTarget(target, TransformerForecaster(build(LARGER[size])))
         for paths in PATHS:
-            automatic = Forecaster(used, draft)
             fastest = {length: [float("inf")] * SERIES for length in (0, 1, 2, 3, 4)}  # by series
             patches: dict[int, list[float]] = {length: [] for length in fastest}
             for number in range(SERIES * repeats):
@@ -145,7 +148,6 @@ def times(repeats: int) -> list[dict[str, Any]]:
                     found = forecaster.sample(history[at], HORIZON, paths, seed=at)  # the same paths at each repeat
                     own[at] = min(own[at], time.perf_counter() - begin)
                     patches[length].append(found.stats.patches_per_forward)
-                chosen = automatic.sample(history[at], HORIZON, paths).stats.draft_lengths
             seconds = {length: sum(own) / SERIES for length, own in fastest.items()}
             best = min(seconds, key=lambda length: seconds[length])
             speedups = {length: seconds[0] / own for length, own in seconds.items()}
@@ -156,12 +158,11 @@ def times(repeats: int) -> list[dict[str, Any]]:
                 "speedups": speedups,
                 "best": best,
                 "patches_per_forward": {length: float(np.mean(own)) for length, own in patches.items()},
-                "chosen": chosen,
             }
             rows.append(row)
             shown = ", ".join(f"{length}: {speed:.2f}" for length, speed in speedups.items())
             print(f"{size} M, {paths} paths: alone {row['seconds_alone']:.3f} s; by draft length {shown}", flush=True)
-            print(f"    patches a pass at {best}: {row['patches_per_forward'][best]:.2f}; chosen {chosen}", flush=True)
+            print(f"    patches a pass at {best}: {row['patches_per_forward'][best]:.2f}", flush=True)
     return rows
 
 

@@ -12,7 +12,7 @@ from torch.distributions import Distribution, Independent, Normal, StudentT
 
 from outpace.studies.timeseries.patch_models import PatchModel
 from outpace.studies.timeseries.rules import ExactRule, PatchRule
-from outpace.studies.timeseries.sampling import FixedLength, Paths, PathStats, draw_paths
+from outpace.studies.timeseries.sampling import DraftLength, Paths, PathStats, draw_paths
 
 LEVEL = 1e-3
 _NEAR = 800  # draws whose distances are all computed
@@ -154,7 +154,7 @@ def paths_of(
     """Four patches for two series in one batch; the draft fits the first and is poor for the second."""
     target, draft = ToyForecaster(make=make), ToyForecaster(make=make, scale=scale, offset=(0.1, 1.2))
     stats = PathStats()
-    return draw_paths(target, draft, HISTORY, draws, 4, rule, FixedLength(length), stats), stats
+    return draw_paths(target, draft, HISTORY, draws, 4, rule, DraftLength(length), stats), stats
 
 
 def faults_of_paths(rule: PatchRule, draws: int, make: object = gaussian, scale: float = 1.2) -> list[str]:

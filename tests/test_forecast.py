@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from test_forecast_models import config, network
 
 from outpace.core.errors import UserError
 from outpace.studies.timeseries.forecaster import Forecaster
-from outpace.studies.timeseries.sampling import AcceptanceLength, FixedLength, MeasuredLength
+from outpace.studies.timeseries.sampling import DraftLength
 from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 DAY = 96
@@ -163,53 +163,20 @@ def test_a_forecast_beyond_the_models_positions_is_refused() -> None:
         found.predict(load(400), 129)
 
 
-def test_the_draft_length_does_not_depend_on_times_with_a_seed() -> None:
+def test_the_draft_length_is_the_draft_models() -> None:
     target, draft = ToyForecaster(), ToyForecaster(scale=1.1)
-    assert isinstance(Forecaster(target, draft)._lengths(None), MeasuredLength)
-    assert Forecaster(target, draft)._lengths(3) == FixedLength(draft.draft_length)
-    assert isinstance(Forecaster(target, draft, rule="stride")._lengths(3), AcceptanceLength)
-    assert Forecaster(target)._lengths(None) == FixedLength(0)
-
-
-def length_after_rounds(seconds: Sequence[float], rates: Sequence[float], rows: int, patches: int = 12) -> int:
-    """The length that is chosen after 120 rounds: `seconds` of a round by length, `rates` of acceptance by position."""
-    lengths = MeasuredLength()
-    torch.manual_seed(1)
-    for number in range(120):
-        length = min(patches - 1, lengths.choose(rows, patches))
-        accepted = (torch.rand(rows, length) < torch.tensor(rates[:length])).long().cumprod(1).sum(1)
-        lengths.learn(length, accepted, seconds[length] * (3 if number == 0 else 1))  # at first caches are cold
-    assert lengths.choose(rows - 7 if rows > 7 else rows, patches) == lengths.choose(rows, patches)
-    return lengths.choose(rows, patches)
-
-
-@pytest.mark.parametrize(
-    ("step", "rate", "expected"), [(0.1, 0.9, range(5, 9)), (2.0, 0.9, range(1)), (0.3, 0.1, range(1))]
-)
-def test_the_measured_length_pays(step: float, rate: float, expected: range) -> None:
-    """The target takes 1 second and 0.02 more for each draft, a draft step takes `step`."""
-    assert length_after_rounds([1.0 + (0.02 + step) * length for length in range(9)], [rate] * 8, 16, 64) in expected
-
-
-def test_the_measured_length_takes_times_that_are_not_convex() -> None:
-    """A pass over two patches may take much longer than over one, and one over four little longer."""
-    rates = [0.52, 0.56, 0.59, 0.6, 0.6, 0.6, 0.6, 0.6]
-    assert length_after_rounds([20, 27, 28, 30, 34, 39, 44, 49, 54], rates, 4, 1000) in (2, 3)
-
-
-def test_the_measured_length_waits_for_the_slowest_row() -> None:
-    """One row gains by drafting; of 100 the slowest gets little from each pass."""
-    seconds, rates = [20.0, 26.0, 30.0, 34.0, 39.0, 44.0, 49.0, 54.0, 59.0], [0.55] * 8
-    assert length_after_rounds(seconds, rates, 1) > 0
-    assert length_after_rounds(seconds, rates, 100) == 0
+    assert Forecaster(target, draft)._length() == DraftLength(draft.draft_length)
+    assert Forecaster(target, draft, draft_length=1)._length() == DraftLength(1)
+    assert Forecaster(target, draft, rule="stride")._length() == DraftLength(3, adapts=True)
+    assert Forecaster(target)._length() == DraftLength(0)
 
 
 def test_strides_length_follows_the_acceptance() -> None:
     for accepted, expected in ((3, 8), (0, 1)):
-        lengths = AcceptanceLength()
+        lengths = DraftLength(3, adapts=True)
         for _ in range(10):
-            lengths.learn(lengths.length, torch.full((2,), min(accepted, lengths.length) and lengths.length), 0.0)
-        assert lengths.choose(2, 12) == expected
+            lengths.learn(lengths.length, torch.full((2,), min(accepted, lengths.length) and lengths.length))
+        assert lengths.length == expected
 
 
 def test_the_frame_has_times_and_quantiles(forecaster: Forecaster) -> None:
@@ -293,8 +260,14 @@ def changed(row: int, **values: Any) -> Any:
 
 BAD = {
     "a gap": (lambda: table().drop(index=20), "line 22: 2024-03-01 05:15:00 follows 2024-03-01 04:45:00 after"),
-    "a duplicate": (lambda: table().loc[[*range(11), *range(10, 40)]], "line 13: 2024-03-01 02:30:00 is a duplicate"),
-    "unsorted": (lambda: table().loc[[1, 0, *range(2, 40)]], "line 3: 2024-03-01 00:00:00 is earlier"),
+    "a duplicate": (
+        lambda: table().loc[[*range(11), *range(10, 40)]],
+        "line 13: 2024-03-01 02:30:00 follows 2024-03-01 02:30:00 after 0 days 00:00:00",
+    ),
+    "unsorted": (
+        lambda: table().loc[[1, 0, *range(2, 40)]],
+        "line 3: 2024-03-01 00:00:00 follows 2024-03-01 00:15:00 after -1 days",
+    ),
     "an empty value": (lambda: changed(4, value=""), "line 6: value is '', it must be a finite number"),
     "NaN": (lambda: changed(4, value="nan"), "line 6: value is 'nan'"),
     "infinity": (lambda: changed(4, value="inf"), "line 6: value is 'inf'"),
@@ -324,7 +297,7 @@ BAD = {
     ),
     "several series": (
         lambda: pd.concat([table(), table()]),
-        "line 42: 2024-03-01 00:00:00 is earlier than the time before it; sort the rows by time; does --series",
+        "times must be sorted and unique, gaps are not filled in; does --series name a column?",
     ),
 }
 
@@ -408,26 +381,6 @@ def test_the_shipped_pair_forecasts_a_daily_cycle(csv: Callable[..., str]) -> No
     median = np.array(found["series"][0]["quantiles"]["0.5"])
     truth = whole[14 * DAY :]
     assert np.abs(median - truth).mean() < 0.4 * np.abs(truth - whole.mean()).mean()
-
-
-def test_a_gluonts_predictor(forecaster: Forecaster) -> None:
-    pytest.importorskip("gluonts")
-    from gluonts.dataset.common import ListDataset
-    from gluonts.model.predictor import Predictor
-
-    from outpace.studies.timeseries.predictor import ForecasterPredictor
-
-    start = pd.Period("2024-03-01", freq="15min")
-    data = ListDataset(
-        [{"target": load(40), "start": start, "item_id": "a"}, {"target": load(30), "start": start}], "15min"
-    )
-    predictor = ForecasterPredictor(forecaster, 6, 11, seed=1)
-    assert isinstance(predictor, Predictor)
-    found = list(predictor.predict(data))
-    assert [one.samples.shape for one in found] == [(11, 6), (11, 6)]
-    assert str(found[0].start_date) == "2024-03-01 10:00"
-    assert found[0].item_id == "a"
-    assert found[0].quantile(0.9).shape == (6,)
 
 
 def test_without_its_extra_the_library_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, TimesFm2_5Config, TimesFm2_5ModelForPredic
 from outpace.core.errors import UserError
 from outpace.studies.timeseries.patch_models import PatchModel, PointForecaster, timesfm
 from outpace.studies.timeseries.rules import ExactRule
-from outpace.studies.timeseries.sampling import FixedLength, PathStats, draw_paths
+from outpace.studies.timeseries.sampling import DraftLength, PathStats, draw_paths
 from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
 
 POINTS = 4
@@ -119,7 +119,7 @@ def test_a_history_of_two_patches_is_enough(patches: int) -> None:
     """The draft's state is then empty at first."""
     stats = PathStats()
     pair = TransformerForecaster(network()), TransformerForecaster(network(1))
-    paths = draw_paths(*pair, torch.randn(1, patches, POINTS), 3, 5, ExactRule(), FixedLength(2), stats)
+    paths = draw_paths(*pair, torch.randn(1, patches, POINTS), 3, 5, ExactRule(), DraftLength(2), stats)
     assert paths.patches.isfinite().all()
     assert stats.draft_lengths
 
@@ -131,12 +131,12 @@ def test_timesfm_as_target_and_as_draft() -> None:
     inner = target._forecast
     target._forecast = lambda histories: passes.append(len(histories)) or inner(histories)
     stats = PathStats()
-    draw_paths(target, draft, torch.randn(1, 6, POINTS), 4, 4, ExactRule(), FixedLength(3), stats)
+    draw_paths(target, draft, torch.randn(1, 6, POINTS), 4, 4, ExactRule(), DraftLength(3), stats)
     assert passes[0] == 4 * 4  # rows times patches
     assert sum(stats.drafted) > 0
     history = torch.randn(2, 3, POINTS)
     drawn = [
-        draw_paths(target, draft, history, 400, 2, ExactRule(), FixedLength(length), PathStats()).patches
+        draw_paths(target, draft, history, 400, 2, ExactRule(), DraftLength(length), PathStats()).patches
         for length in (1, 0)
     ]
     assert not list(differences(drawn[0][:400].flatten(1), drawn[1][:400].flatten(1)))

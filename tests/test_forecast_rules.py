@@ -111,7 +111,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     paths, stats = paths_of(ExactRule(), 3, 500, scale=1.0)
     target = checks.ToyForecaster()
     alike = checks.PathStats()
-    checks.draw_paths(target, checks.ToyForecaster(), checks.HISTORY, 500, 4, ExactRule(), checks.FixedLength(3), alike)
+    checks.draw_paths(target, checks.ToyForecaster(), checks.HISTORY, 500, 4, ExactRule(), checks.DraftLength(3), alike)
     assert alike.drafted == alike.accepted
     assert stats.drafted != stats.accepted
     assert not paths.is_drafted.all()
@@ -141,7 +141,7 @@ def test_a_bad_density_names_the_patch(fault: str, shown: str) -> None:
     broken.fault = fault
     with pytest.raises(UserError, match=f"density of the target is {shown} at patch 2 of a round, in row 0"):
         checks.draw_paths(
-            broken, checks.ToyForecaster(), checks.HISTORY, 1, 4, ExactRule(), checks.FixedLength(3), checks.PathStats()
+            broken, checks.ToyForecaster(), checks.HISTORY, 1, 4, ExactRule(), checks.DraftLength(3), checks.PathStats()
         )
 
 
@@ -154,7 +154,7 @@ def test_a_draw_that_is_not_finite_is_refused() -> None:
             1,
             4,
             ExactRule(),
-            checks.FixedLength(0),
+            checks.DraftLength(0),
             checks.PathStats(),
         )
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from outpace.cli import display
 from outpace.cli.flags import check_plot, flag, flags
 from outpace.cli.options import JSON, use_threads
-from outpace.core.errors import UserError, require
+from outpace.core.errors import require
 
 if TYPE_CHECKING:
     from outpace.studies.timeseries.forecaster import Forecaster, SampledForecast
-    from outpace.studies.timeseries.frames import TimeSeries
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class ForecasterFlags:
     rule: str = flag("exact", "exact, or stride (the published rule, lossy).")
     draft_length: int | None = flag(
         None,
-        "Patches drafted in a round, 0 to 8; 0: the target alone. The default is the best by measured times, or with"
-        " --seed the draft model's own.",
+        "Patches drafted in a round, 0 to 8; 0: the target alone. The default is the draft model's own number, or with"
+        " --rule stride one that adapts to the acceptance rate.",
     )
     bias: float | None = flag(None, "With --rule stride: factor by which the ratio p / q is multiplied, at least 1.")
     tolerance: float | None = flag(
@@ -65,7 +62,6 @@ def forecast(
 ) -> None:
     """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
     require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
-    _check_columns(file, [columns.time, columns.value, *([columns.series] if columns.series is not None else [])])
     check_plot("--plot", plot)
     use_threads(models.threads)
     from outpace.studies.timeseries.forecaster import QUANTILES, Forecaster
@@ -85,8 +81,27 @@ def forecast(
     found = forecaster.sample([one.values for one in series], horizon, samples, seed=seed)
     quantiles, means = found.quantiles(QUANTILES), found.samples.double().mean(1)
     if as_json:
-        rows = [_as_json(*one) for one in zip(series, quantiles, means, strict=True)]
-        display.print_json({**_summary(forecaster, found, seed), "series": rows})
+        stats = found.stats
+        rows = [
+            {
+                "name": one.name,
+                "frequency": one.frequency,
+                "times": [time.isoformat() for time in one.next_times(horizon)],
+                "mean": mean.tolist(),
+                "quantiles": {str(level): own[:, at].tolist() for at, level in enumerate(QUANTILES)},
+            }
+            for one, own, mean in zip(series, quantiles, means, strict=True)
+        ]
+        summary = {
+            "lossless": forecaster.rule.lossless,
+            "samples": samples,
+            "seed": seed,
+            "draft_lengths": stats.draft_lengths,
+            "patches_per_forward": stats.patches_per_forward,
+            "acceptance": stats.acceptance,
+            "seconds": stats.seconds,
+        }
+        display.print_json({**summary, "series": rows})
     else:
         table = to_frame(series, quantiles, means, QUANTILES, columns.series, columns.time)
         table[columns.time] = table[columns.time].map(str)  # else pandas may leave out the time of day
@@ -99,41 +114,6 @@ def forecast(
         draw(plot, series, found, forecaster.target.patch_length, truths)
         part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
         display.say(f"plot: {plot}{part}")
-
-
-def _check_columns(file: Path, names: Sequence[str]) -> None:
-    """Raise UserError, before anything is imported or loaded, if the file or a column is missing."""
-    try:
-        with file.open(newline="", encoding="utf-8-sig") as stream:
-            found = next(csv.reader(stream), [])
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-    except (UnicodeError, csv.Error):
-        return  # the reader of the table reports it
-    for name in names if found else ():
-        if name not in found:
-            raise UserError(f"there is no column {name!r}, the columns are {', '.join(map(repr, found))}")
-
-
-def _summary(forecaster: Forecaster, found: SampledForecast, seed: int | None) -> dict[str, Any]:
-    stats = found.stats
-    return {
-        "lossless": forecaster.rule.lossless,
-        "samples": found.samples.shape[1],
-        "seed": seed,
-        "draft_lengths": stats.draft_lengths,
-        "patches_per_forward": stats.patches_per_forward,
-        "acceptance": stats.acceptance,
-        "seconds": stats.seconds,
-    }
-
-
-def _as_json(one: TimeSeries, quantiles: Any, means: Any) -> dict[str, Any]:
-    from outpace.studies.timeseries.forecaster import QUANTILES
-
-    levels = {str(level): quantiles[:, at].tolist() for at, level in enumerate(QUANTILES)}
-    times = [time.isoformat() for time in one.next_times(len(means))]
-    return {"name": one.name, "frequency": one.frequency, "times": times, "mean": means.tolist(), "quantiles": levels}
 
 
 def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:

@@ -20,7 +20,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from outpace.core.errors import UserError
 from outpace.studies.edge.associations import max_sinr
-from outpace.studies.edge.problem import SlotProblem
 from outpace.studies.edge.settings import EdgeSettings
 from outpace.studies.edge.shares import LIMIT, OBSERVATIONS, SCORES, divide_equally, from_scores, observe
 from outpace.studies.edge.world import make_world

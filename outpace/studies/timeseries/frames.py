@@ -76,20 +76,22 @@ def split_series(
             raise UserError(f"there is no column {column!r}, the columns are {', '.join(map(repr, table.columns))}")
     if table.empty:
         raise UserError(f"the column {value!r} has no values")
-    table = table.reset_index(drop=True)
-    rows = table.index.to_series() + first
+    table = table.set_axis(range(first, first + len(table)))
     numbers = pd.to_numeric(table[value], errors="coerce").astype(np.float64)
-    _refuse(~np.isfinite(numbers), table[value], rows, row, value, "a finite number; missing values are not filled in")
+    _refuse(~np.isfinite(numbers), table[value], row, "a finite number; missing values are not filled in")
     times = _parse_times(table[time])
     allowed = "a time such as 2024-05-01 13:15, with an offset from UTC in all rows or in none"
-    _refuse(times.isna(), table[time], rows, row, time, allowed)
+    _refuse(times.isna(), table[time], row, allowed)
     names = table[series].astype(str) if series is not None else pd.Series("", index=table.index)
     found = []
     for name, own in times.groupby(names, sort=False):
         label = f"series {name!r}, " if series is not None else ""
         hint = "" if series is not None else "; does --series name a column?"
-        frequency = _frequency(own, rows[own.index].to_numpy(), f"{label}{row}", hint)
-        _check_frequency(frequency, frequencies, label)
+        frequency = _frequency(own, f"{label}{row}", hint)
+        offset = pd.tseries.frequencies.to_offset
+        if frequencies and offset(frequency) not in map(offset, frequencies):
+            known = ", ".join(frequencies)
+            raise UserError(f"{label}frequency is {frequency}, the model was trained with {known}; resample the series")
         found.append(TimeSeries(str(name), pd.DatetimeIndex(own), numbers[own.index].to_numpy(), frequency))
     return found
 
@@ -113,10 +115,10 @@ def to_frame(
     return pd.concat(parts, ignore_index=True)
 
 
-def _refuse(is_bad: pd.Series, values: pd.Series, rows: pd.Series, row: str, column: str, allowed: str) -> None:
+def _refuse(is_bad: pd.Series, values: pd.Series, row: str, allowed: str) -> None:
     if is_bad.any():
-        at = int(np.flatnonzero(is_bad.to_numpy())[0])
-        raise UserError(f"{row} {rows.iloc[at]}: {column} is {values.iloc[at]!r}, it must be {allowed}")
+        at = is_bad.idxmax()
+        raise UserError(f"{row} {at}: {values.name} is {values[at]!r}, it must be {allowed}")
 
 
 def _parse_times(given: pd.Series) -> pd.Series:
@@ -132,29 +134,14 @@ def _parse_times(given: pd.Series) -> pd.Series:
     return found.where(is_aware == is_aware.iloc[0])
 
 
-def _frequency(times: pd.Series, rows: np.ndarray, where: str, hint: str) -> str:
+def _frequency(times: pd.Series, where: str, hint: str) -> str:
     """Return the frequency; raise UserError for duplicates, unsorted times, gaps and fewer than three values."""
     if len(times) < 3:
-        raise UserError(f"{where} {rows[0]}: the series has {len(times)} values, its frequency needs 3")
-    steps = times.diff().iloc[1:]
-    usual = steps.mode().iloc[0]
-    for is_bad, says in (
-        (steps == pd.Timedelta(0), "is a duplicate of the time before it" + hint),
-        (steps < pd.Timedelta(0), "is earlier than the time before it; sort the rows by time" + hint),
-    ):
-        if is_bad.any():
-            at = int(np.flatnonzero(is_bad.to_numpy())[0]) + 1
-            raise UserError(f"{where} {rows[at]}: {times.iloc[at]} {says}")
-    frequency = pd.infer_freq(pd.DatetimeIndex(times))
-    if frequency is None:
-        at = int(np.flatnonzero((steps != usual).to_numpy())[0]) + 1
-        step = f"{times.iloc[at]} follows {times.iloc[at - 1]} after {steps.iloc[at - 1]}"
-        raise UserError(f"{where} {rows[at]}: {step}, most steps are {usual}; gaps are not filled in")
+        raise UserError(f"{where} {times.index[0]}: the series has {len(times)} values, its frequency needs 3")
+    frequency, steps = pd.infer_freq(pd.DatetimeIndex(times)), times.diff()
+    usual, is_back = steps.mode().iloc[0], steps <= pd.Timedelta(0)
+    if frequency is None or is_back.any():
+        at = (is_back if is_back.any() else steps.notna() & (steps != usual)).idxmax()
+        step = f"{times[at]} follows {times.shift()[at]} after {steps[at]}, most steps are {usual}"
+        raise UserError(f"{where} {at}: {step}; times must be sorted and unique, gaps are not filled in{hint}")
     return str(frequency)
-
-
-def _check_frequency(frequency: str, allowed: Sequence[str], label: str) -> None:
-    offset = pd.tseries.frequencies.to_offset
-    if allowed and offset(frequency) not in [offset(one) for one in allowed]:
-        known = ", ".join(allowed)
-        raise UserError(f"{label}frequency is {frequency}, the model was trained with {known}; resample the series")
