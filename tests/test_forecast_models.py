@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from torch import Tensor
 from transformers import LlamaConfig, TimesFm2_5Config, TimesFm2_5ModelForPrediction
 
 from outpace.core.errors import UserError
-from outpace.studies.timeseries.patch_models import PatchModel, PointForecaster, timesfm
+from outpace.studies.timeseries.patch_models import PatchModel
 from outpace.studies.timeseries.rules import ExactRule
 from outpace.studies.timeseries.sampling import DraftLength, PathStats, draw_paths
 from outpace.studies.timeseries.transformer import PatchTransformer, TransformerForecaster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from forecast_point import PointForecaster, timesfm
 
 POINTS = 4
 
