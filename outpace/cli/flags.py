@@ -63,11 +63,11 @@ COMMON: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "edge": (
         "acceptance devices servers bandwidth_mhz objective policies worlds sweep plot as_json",
-        ("outpace edge --devices 20 --servers 4", "outpace edge --sweep devices=5,10,20 --plot edge.png"),
+        ("outpace edge --devices 20 --servers 4", "outpace edge --sweep devices=30:120:30 --plot edge.png"),
     ),
     "forecast": (
         "data horizon time value samples backtest plot target draft as_json",
-        ("outpace forecast sales.csv --horizon 24 --plot forecast.png", "outpace forecast sales.csv --backtest 3"),
+        ("outpace forecast sales.csv --horizon 24 --plot forecast.png", "outpace forecast sales.csv --horizon 3 --backtest"),
     ),
 }
 

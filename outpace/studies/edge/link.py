@@ -23,13 +23,11 @@ class OneLink:
 
     def __post_init__(self) -> None:
         """Raise UserError for a time that is not positive, and for a negative round trip."""
-        check_range("device-step", self.device_step, 1e-6, 1e9)
-        check_range("server-pass", self.server_pass, 1e-6, 1e9)
+        for name, time in (("device-step", self.device_step), ("server-pass", self.server_pass)):
+            check_range(name, time, 1e-6, 1e9)
         check_range("rtt", self.rtt, 0.0, 1e9)
         if self.device_pass is not None:
             check_range("device-pass", self.device_pass, 1e-6, 1e9)
-        for rate in self.acceptance:
-            check_range("acceptance", rate, 0.0, 1.0)
 
 
 class LinkChoice(NamedTuple):

@@ -117,12 +117,14 @@ SWEPT = {  # settings that a sweep may change, and their types
 def read_acceptance(text: str) -> tuple[float, ...]:
     """Parse comma-separated rates or read a judgement.json; an empty text means the rates of the shipped pair."""
     try:
-        return tuple(float(part) for part in text.split(",")) if text else judged(SHIPPED)
+        rates = tuple(float(part) for part in text.split(",")) if text else judged(SHIPPED)
     except ValueError:
         if Path(text).suffix != ".json":
             says = "it must be rates with commas between them, as in 0.8,0.7, or a judgement.json of outpace distill"
             raise UserError(f"acceptance is {text!r}, {says}") from None
         return judged(Path(text))
+    _check_rates("acceptance", rates)
+    return rates
 
 
 def judged(file: Path) -> tuple[float, ...]:

@@ -79,7 +79,7 @@ class Cell:
     def differences(self, scores: np.ndarray) -> np.ndarray:
         """Return each device's difference reward: the cell's minus the one if this device had given scores of 0.
 
-        Wolpert and Tumer, 2001. It has the gradient of the cell's reward, apart from the penalty.
+        Wolpert and Tumer, 2001. Except for the penalty it has the gradient of the cell's reward.
         """
         without = [scores * (np.arange(self._devices) != number)[:, None] for number in range(self._devices)]
         return self._penalised(scores) - np.array([self._penalised(others) for others in without])

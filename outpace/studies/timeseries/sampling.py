@@ -34,7 +34,7 @@ class DraftLength:
     accepted: int = 0
 
     def learn(self, length: int, accepted: Tensor) -> None:
-        """Count the drafts that were judged, `length` in each row, of which `accepted` [rows] were accepted."""
+        """Record a round that drafted `length` patches in each row and accepted `accepted` [rows]."""
         if self.adapts:
             self.tried += int((accepted + 1).clamp(max=length).sum())
             self.accepted += int(accepted.sum())
