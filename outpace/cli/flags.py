@@ -67,7 +67,10 @@ COMMON: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "forecast": (
         "data horizon time value samples backtest plot target draft as_json",
-        ("outpace forecast sales.csv --horizon 24 --plot forecast.png", "outpace forecast sales.csv --horizon 3 --backtest"),
+        (
+            "outpace forecast sales.csv --horizon 24 --plot forecast.png",
+            "outpace forecast sales.csv --horizon 3 --backtest",
+        ),
     ),
 }
 
