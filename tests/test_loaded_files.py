@@ -45,7 +45,7 @@ outpace.core: adjust arrays distribution drafting errors logits machine noise no
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
 outpace.drafters:
-outpace.drafters: _calibration _children _composite _lookup _model_drafter _tree_expander
+outpace.drafters: _children _composite _lookup _model_drafter _tree_expander
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory options scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes

@@ -18,9 +18,10 @@ from outpace.card.cache import CandidateCache, CandidateLevel
 from outpace.card.thread import ThreadWorker
 from outpace.core.drafting import DraftDirectives
 from outpace.core.sampling import Sampling, log_probs
+from outpace.core.stats import acceptance_rate
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._calibration import PickModel, acceptance_rate
+from outpace.drafters._children import PickModel
 from outpace.drafters._composite import SharedTree
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from doubles import QuickToy, decode, make_request, write
 
+from outpace.core.stats import acceptance_rate
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
 from outpace.drafters import suffix
-from outpace.drafters._calibration import acceptance_rate
 from outpace.drafters._lookup import Certainty, LookupMatch, TreeLimits, grow_continuations, kind_of
 from outpace.drafters.suffix import Options, SuffixDrafter
 from outpace.rules.greedy import Greedy

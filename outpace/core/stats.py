@@ -163,6 +163,21 @@ class DecayedMean:
         return (self._numerator + prior * weight) / (self._denominator + weight)
 
 
+_MEMORY = 0.995  # decay of acceptance rates per observation, so about 200 observations count
+RESTORED_WEIGHT = 20.0  # of a restored rate, in trials
+MIN_RATE = 0.01  # smallest restored rate; its logarithm is needed
+
+
+def acceptance_rate(prior: float, weight: float = 4.0) -> DecayedMean:
+    """Return a running success rate that starts from a prior worth `weight` trials."""
+    return DecayedMean(prior, weight, _MEMORY)
+
+
+def restored_rate(kept: float) -> DecayedMean:
+    """Return a profile's rate, with the confidence of a few trials."""
+    return acceptance_rate(min(max(kept, MIN_RATE), 1.0), RESTORED_WEIGHT)
+
+
 class BatchedUpdates(Generic[T]):
     """Delays updates of a statistic and applies them in batches of at most `batch_size`.
 

@@ -6,13 +6,14 @@ ones. Models that predict several places of the text at once give the logits of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from heapq import nlargest
+from typing import Any
 
 import numpy as np
-from outpace_kernels import OfferMap, attach_offers
+import outpace_kernels as kernels
 
 from outpace.core.adjust import adjust_logits
 from outpace.core.distribution import UNFILTERED, DecisionKey, TokenDistribution, distribution_of
@@ -20,11 +21,61 @@ from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, host_array, select_rows
 from outpace.core.noise import DRAW
 from outpace.core.options import MethodOptions, parsed, whole
+from outpace.core.stats import MIN_RATE, RESTORED_WEIGHT
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
 from outpace.core.types import Observation, Request, Row, TopK
-from outpace.drafters._calibration import PickModel, PickModels
 from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, as_top_k_rows, rows_of
 from outpace.rules.base import top_k_rows
+
+_MIN_OPEN = 0.05  # smallest restored rate of open probability; its logarithm is needed
+_OPEN_WEIGHT = 2.0
+
+
+class PickModel(kernels.PickModel):
+    """P(the target picks the i-th best proposal) = coverage * softmax(values / temperature)_i, with fitted parameters.
+
+    A drafter's own q is only a substitute for it, and under shared noise not even that: the target picks by log p + g,
+    so the estimate is a softmax of log q + g at a temperature that expresses how much p and q differ.
+
+    Coverage is the probability that it picks any of the proposals: a constant; or, if the values are shares (log q),
+    one minus a fitted multiple of the probability that they leave to other tokens. `learn` and `log_chances` are native
+    (`kernels/src/tree.h`); they take the values of all proposals, best first: log q, or log q + g.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        temperature, coverage, open_rate = self.fit
+        return {"coverage": coverage, "temperature": temperature} | ({} if open_rate is None else {"open": open_rate})
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        coverage = min(max(float(kept["coverage"]), MIN_RATE), 1.0)
+        open_rate = min(max(float(kept.get("open", 1.0)), _MIN_OPEN), 1 / _MIN_OPEN)
+        self.restore(float(kept["temperature"]), coverage, open_rate, RESTORED_WEIGHT, _OPEN_WEIGHT)
+
+
+class PickModels:
+    """The PickModel of greedy requests and that of sampled ones."""
+
+    def __init__(self) -> None:
+        self._models = {"greedy": PickModel(has_shares=True), "sampled": PickModel()}
+
+    def for_request(self, request: Request) -> PickModel:
+        return self._models["greedy" if request.sampling.is_greedy else "sampled"]
+
+    def learn(self, request: Request, offers: Mapping[int, TopK], seen: Observation) -> None:
+        """Learn from the proposals below each accepted node (by id) and the tokens that the target wrote there."""
+        for node, written in zip(seen.node_ids, seen.tokens, strict=False):
+            if offer := offers.get(node):
+                tokens, values = offer
+                self.for_request(request).learn(values, tokens.index(written) if written in tokens else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fitted parameters of both, for the profile."""
+        return {name: model.state_dict() for name, model in self._models.items()}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        for name, model in self._models.items():
+            model.load_state_dict(kept[name])
+
 
 PRODUCT_OF_Q = PickModel(has_shares=True)  # its parameters leave log q unchanged; it never learns
 PRODUCT_OF_Q.restore(1.0, 1.0, 1.0, 1.0, 1.0)
@@ -127,7 +178,7 @@ class OfferState(ExpansionState):
     """A request's state. `offers`: the proposals below a tree node, by node id. `pick_model`: the fitted `PickModel` of
     requests with the same kind of sampling."""
 
-    offers: OfferMap = field(default_factory=OfferMap)
+    offers: kernels.OfferMap = field(default_factory=kernels.OfferMap)
     pick_model: PickModel = field(default_factory=PickModel)
     is_drawn: bool = field(init=False)
 
@@ -226,7 +277,7 @@ class ChildAdder:
             picks.append(PRODUCT_OF_Q if directives.in_levels else state.pick_model)
         states, trees, frontiers = zip(*jobs, strict=True)
         maps = [state.offers for state in states]
-        attach_offers(trees, frontiers, as_top_k_rows(offers), maps, picks, widths, max_children)
+        kernels.attach_offers(trees, frontiers, as_top_k_rows(offers), maps, picks, widths, max_children)
 
     def _propose(
         self, job: ExpansionJob, logits: SparseLogits, log_confidence: LogConfidence | None = None

@@ -23,10 +23,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from outpace.core.drafting import NO_NEEDS, Needs
 from outpace.core.errors import UserError
-from outpace.core.stats import DecayedMean
+from outpace.core.stats import DecayedMean, acceptance_rate, restored_rate
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request
-from outpace.drafters._calibration import acceptance_rate, restored_rate
 
 
 def allowed(state: DraftState, tokens: Sequence[int]) -> Sequence[int]:
