@@ -12,7 +12,7 @@ from toy import Toy
 
 from outpace.core.types import Request
 from outpace.drafters import layer_skip
-from outpace.drafters.layer_skip import LayerSkipDrafter, Options, Sublayers, SublayerSearch
+from outpace.drafters.layer_skip import LayerSkipDrafter, Options, Sublayers, SublayerSearch, evenly_spaced
 from outpace.engine import sequence as running
 from outpace.models.base import chain
 
@@ -40,7 +40,7 @@ def _find_fault() -> str | None:
     expected = [write(TARGET, request) for request in requests]
     for sublayers, search in (
         (Sublayers((IDLE,), (IDLE,)), None),
-        (Sublayers((1,), (1,)), SublayerSearch(4, 0.25, 1.0, 99)),
+        (Sublayers((1,), (1,)), SublayerSearch(evenly_spaced(4, 0.25), 4, 99, 1.0)),
     ):
         drafter = LayerSkipDrafter(TARGET, sublayers, Options(confidence=0.0), search)
         run, messages = collect_warnings(

@@ -102,7 +102,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     monkeypatch.setattr(layer_skip, "_WINDOW", 6)
     monkeypatch.setattr(layer_skip, "_EVERY", 1)
     options = Options(width=width, confidence=0.0)
-    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(6, 0.4, 1.0, 50))
+    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(evenly_spaced(6, 0.4), 6, 50, 1.0))
     rule = "greedy" if sampling.is_greedy else "gumbel"
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
     with Engine(model, drafter) as engine:
@@ -209,7 +209,8 @@ def test_the_search_finds_layers_that_do_nothing(monkeypatch: pytest.MonkeyPatch
     idle = (2, 4, 5, 7)
     for layer in idle:
         toy._tables[layer] = 0.0
-    drafter = LayerSkipDrafter(toy, evenly_spaced(10, 0.4), Options(confidence=0.0), SublayerSearch(10, 0.4, 1.0, 2000))
+    start = evenly_spaced(10, 0.4)
+    drafter = LayerSkipDrafter(toy, start, Options(confidence=0.0), SublayerSearch(start, 10, 2000, 1.0))
     monkeypatch.setattr(layer_skip, "_WINDOW", 24)
     monkeypatch.setattr(layer_skip, "_EVERY", 1)
     assert drafter.sublayers != Sublayers(idle, drafter.sublayers.mlp)
@@ -221,7 +222,7 @@ def test_the_search_finds_layers_that_do_nothing(monkeypatch: pytest.MonkeyPatch
             if drafter.search is not None and drafter.search.is_over:
                 break
     assert drafter.search is not None
-    assert drafter.search.agreement == 1.0
+    assert drafter.search.score == 1.0
     assert drafter.sublayers.attention == idle
     assert all(step.accepted == step.drafted for step in run.history.steps[-3:-1])
 
@@ -233,7 +234,7 @@ def value(sublayers: Sublayers) -> float:
 
 
 def test_a_search_keeps_its_size_and_the_best_set() -> None:
-    search, seen = SublayerSearch(14, 0.3, 1.1, 120), []
+    search, seen = SublayerSearch(evenly_spaced(14, 0.3), 14, 120, 1.1), []
     while not search.is_over:
         tried = search.propose()
         assert len(tried.attention) == len(tried.mlp) == 4
@@ -243,8 +244,8 @@ def test_a_search_keeps_its_size_and_the_best_set() -> None:
         assert search.learn(tried, value(tried)) == (len(seen) == 1 or value(tried) > max(v for v, _ in seen[:-1]))
     assert len(seen) == search.count == 120
     assert seen[0][1] == evenly_spaced(14, 0.3)
-    assert (search.agreement, search.best) == max(seen, key=lambda pair: pair[0])
-    again = SublayerSearch(14, 0.3, 1.1, 120)
+    assert (search.score, search.best) == max(seen, key=lambda pair: pair[0])
+    again = SublayerSearch(evenly_spaced(14, 0.3), 14, 120, 1.1)
     for _, tried in seen[:60]:
         assert again.propose() == tried, "the same sets in the same order"
         again.learn(tried, value(tried))
@@ -256,7 +257,7 @@ def test_a_search_keeps_its_size_and_the_best_set() -> None:
 )
 def test_a_search_ends(layers: int, share: float, enough: float, trials: int, count: int) -> None:
     """With an agreement that is enough, after all trials, without progress, and where there is no other set."""
-    search = SublayerSearch(layers, share, enough, trials)
+    search = SublayerSearch(evenly_spaced(layers, share), layers, trials, enough)
     while not search.is_over:
         search.learn(search.propose(), 0.5)
     assert search.count == count

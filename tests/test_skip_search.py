@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from passes import of_layers
 from test_library import folder
 
 from outpace.bench import skip_search
-from outpace.bench.skip_search import SearchOptions, SublayerTimes, predict_speedup, search
-from outpace.core.errors import UserError, install_command
+from outpace.bench.skip_search import SearchOptions, SublayerTimes, find_sublayers, predict_speedup
+from outpace.core.errors import UserError
 from outpace.drafters.layer_skip import Options, Sublayers
 from outpace.models.load import Loaded, load_model, silent
 
@@ -56,18 +55,17 @@ def test_the_predicted_speedup_is_tokens_over_the_cost_of_their_rounds() -> None
 
 
 def test_the_search_skips_sublayers_without_effect(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("optuna")
     monkeypatch.setattr(skip_search, "_time_sublayers", lambda *given: SublayerTimes([1.0] * 9, 0.3, 0.3))
     stages: list[str] = []
     options = SearchOptions(prompts=2, max_tokens=40, trials=40)
-    found = search(target, TEXTS, options, lambda stage, fraction: stages.append(stage))
+    found = find_sublayers(target, TEXTS, options, lambda stage, fraction: stages.append(stage))
     assert set(stages) == {"answers", "trials"}
     assert found.trials == 40
     assert found.tokens == 80
     assert 4 in found.sublayers.attention
     assert 1 in found.sublayers.mlp
     assert found.speed >= predict_speedup([[True] * 39] * 2, Sublayers((4,), (1,)), found.times)[0]
-    again = search(target, TEXTS, options, silent)
+    again = find_sublayers(target, TEXTS, options, silent)
     assert (again.sublayers, again.speed) == (found.sublayers, found.speed), "one seed, one set"
 
 
@@ -76,7 +74,7 @@ def test_the_command_prints_the_options_that_it_found(
 ) -> None:
     found = skip_search.SearchResult(Sublayers((1, 2, 5), (3,)), 0.8, 2, 0.4, 7, 90, FLAT)
     searched: list[Any] = []
-    monkeypatch.setattr(skip_search, "search", lambda *given: searched.append(given) or found)
+    monkeypatch.setattr(skip_search, "find_sublayers", lambda *given: searched.append(given) or found)
     model = ("--target", folder(tmp_path, "target"), "--runtime", "llama")
     words = ("tune", *model, "--drafter", "layer_skip", "--corpus", corpus)
     code, out, err = run_command(*words, "--trials", "7", "--max-tokens", "30")
@@ -105,18 +103,13 @@ def test_wrong_arguments_are_refused(corpus: Path, words: tuple[str, ...], messa
     assert (code, message in err) == (2, True), err
 
 
-def test_a_target_without_sublayers_to_skip_is_refused(target: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_without_sublayers_to_skip_is_refused(target: Loaded) -> None:
     small = replace(target, model=of_layers(target.model, [0, 1]))
-    monkeypatch.setattr("outpace.core.errors.find_spec", lambda name: None)
-    for loaded, message in (
-        (small, "the target has 2 layers"),
-        (target, re.escape(f"needs the extra search: `{install_command('search')}`")),
-    ):
-        with pytest.raises(UserError, match=message):
-            search(loaded, TEXTS, SearchOptions(), silent)
+    with pytest.raises(UserError, match="the target has 2 layers"):
+        find_sublayers(small, TEXTS, SearchOptions(), silent)
 
 
-@pytest.mark.parametrize("values", [{"prompts": 0}, {"max_tokens": 7}, {"trials": 0}, {"seed": -1}])
+@pytest.mark.parametrize("values", [{"prompts": 0}, {"max_tokens": 7}, {"trials": 0}])
 def test_a_wrong_option_is_named(values: dict) -> None:
     with pytest.raises(UserError, match=f"{next(iter(values))} is "):
         SearchOptions(**values)

@@ -1,4 +1,4 @@
-"""Searches the sublayers that a self-speculative draft skips, by Bayesian optimisation over a calibration set.
+"""Searches the sublayers that a self-speculative draft skips, by local search over a calibration set.
 
 Draft & Verify, arXiv:2309.08168, section 3: one switch for each attention and MLP sublayer between the first layer and
 the last; the objective is the speed. The target answers the calibration prompts once. For each set of skipped sublayers
@@ -9,20 +9,27 @@ few forwards and no timing of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM
 from outpace.bench.tune import texts_of
-from outpace.core.errors import UserError, require
+from outpace.core.errors import UserError
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.theory import count_rounds
 from outpace.core.types import Request
-from outpace.drafters.layer_skip import Sublayers, check_target, evenly_spaced, find_agreements, searchable_layers
+from outpace.drafters.layer_skip import (
+    Sublayers,
+    SublayerSearch,
+    check_target,
+    find_agreements,
+    searchable_layers,
+)
 from outpace.models.base import Model, chain
 from outpace.models.load import Loaded, Progress
 from outpace.rules.greedy import Greedy
@@ -31,7 +38,6 @@ WINDOW = 50  # answer tokens that a draft predicts in one forward
 MAX_DRAFT_LENGTH = 8
 PROMPT_TOKENS = 256  # last tokens of each calibration prompt that are used
 PASSES = 9  # timed passes of each kind
-STARTS = (0.05, 0.1, 0.2, 0.3, 0.45)  # shares of layers skipped in the first trials, after each single sublayer
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,6 @@ class SearchOptions(CheckedOptions):
     prompts: int = whole(8, 1)
     max_tokens: int = whole(96, 8)
     trials: int = whole(200, 1)
-    seed: int = whole(0, 0, 2**32 - 1)
 
 
 class SublayerTimes(NamedTuple):
@@ -83,19 +88,19 @@ def calibration_texts(corpus: Sequence[Path]) -> list[str]:
     return texts_of(corpus)
 
 
-def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progress: Progress) -> SearchResult:
+def find_sublayers(target: Loaded, texts: Sequence[str], options: SearchOptions, progress: Progress) -> SearchResult:
     """Find the set with the highest predicted speedup on the calibration texts.
 
-    UserError for a target whose sublayers cannot be skipped, and without optuna.
+    UserError for a target whose sublayers cannot be skipped.
     """
     model: Model = target.model
     check_target(model)
-    searchable_layers(model.num_layers)
-    require("the search for sublayers", "search", "optuna")
+    layers = searchable_layers(model.num_layers)
     prompts = [target.tokenizer.encode_prompt(text)[-PROMPT_TOKENS:] for text in texts[: options.prompts]]
     answers = _answers(target, prompts, options, progress)
     times = _time_sublayers(model, answers[0].session)
 
+    @cache
     def evaluate(sublayers: Sublayers) -> tuple[float, int, float]:
         if not sublayers.size:
             return 0.0, 1, 1.0
@@ -103,9 +108,25 @@ def search(target: Loaded, texts: Sequence[str], options: SearchOptions, progres
         runs = [_agreed(less, answer) for answer in answers]
         return *predict_speedup(runs, sublayers, times), sum(map(sum, runs)) / sum(map(len, runs))
 
-    best, trials = _optimize(evaluate, model.num_layers, options, progress)
+    others = _starts(layers, lambda sublayers: evaluate(sublayers)[0])
+    search = SublayerSearch(Sublayers(), model.num_layers, options.trials, others=others)
+    while not search.is_over:
+        sublayers = search.propose()
+        search.learn(sublayers, evaluate(sublayers)[0])
+        progress("trials", search.count / options.trials)
     tokens = sum(len(answer.text) - len(answer.request.prompt) for answer in answers)
-    return SearchResult(best, *evaluate(best), trials, tokens, times)
+    return SearchResult(search.best, *evaluate(search.best), search.count, tokens, times)
+
+
+def _starts(layers: Sequence[int], speed: Callable[[Sublayers], float]) -> Iterator[Sublayers]:
+    """Yield each single sublayer, then the best two of them, the best three, ..."""
+    singles = [Sublayers(**{kind: (layer,)}) for kind in Sublayers._fields for layer in layers]
+    yield from singles
+    joined = Sublayers()
+    for one in sorted(singles, key=speed, reverse=True):
+        joined = Sublayers(*(tuple(sorted(old + new)) for old, new in zip(joined, one, strict=True)))
+        if joined.size > 1:
+            yield joined
 
 
 def predict_speedup(runs: Sequence[Sequence[bool]], sublayers: Sublayers, times: SublayerTimes) -> tuple[float, int]:
@@ -166,35 +187,3 @@ def _time_sublayers(model: Model, session: Any) -> SublayerTimes:
     *by_rows, attention, mlp = (median(taken) for taken in seconds)
     saved = ((by_rows[0] - less) / len(layers) for less in (attention, mlp))
     return SublayerTimes(by_rows, *(max(one, 0.0) for one in saved))
-
-
-def _optimize(
-    evaluate: Callable[[Sublayers], tuple[float, int, float]],
-    num_layers: int,
-    options: SearchOptions,
-    progress: Progress,
-) -> tuple[Sublayers, int]:
-    """Run the tree-structured Parzen estimator; return the best trial's set and the number of trials."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=options.seed))
-    layers = searchable_layers(num_layers)
-    places = [(kind, layer) for kind in Sublayers._fields for layer in layers]
-    starts = [Sublayers(**{kind: (layer,)}) for kind, layer in places]
-    for sublayers in (*starts, *(evenly_spaced(num_layers, ratio) for ratio in STARTS)):
-        switches = {f"{kind} {layer}": layer in getattr(sublayers, kind) for kind, layer in places}
-        study.enqueue_trial(switches, skip_if_exists=True)
-
-    def run(trial: Any) -> float:
-        for kind, layer in places:
-            trial.suggest_categorical(f"{kind} {layer}", [False, True])
-        speed = evaluate(chosen(trial.params))[0]
-        progress("trials", (trial.number + 1) / options.trials)
-        return speed
-
-    def chosen(switches: Mapping[str, bool]) -> Sublayers:
-        return Sublayers(*(tuple(one for one in layers if switches[f"{kind} {one}"]) for kind in Sublayers._fields))
-
-    study.optimize(run, n_trials=options.trials)
-    return chosen(study.best_params), len(study.trials)

@@ -35,7 +35,6 @@ EXTRAS = {  # of pyproject.toml: purpose, and modules
     "remote": ("drafting on other machines", "grpc google.protobuf"),
     "ray": ("replicas and draft workers on a Ray cluster", "ray"),
     "judge": ("outpace judge", "sklearn"),
-    "search": ("outpace tune --drafter layer_skip", "optuna"),
     "bench": ("plots of outpace bench, and transformers as a peer", "matplotlib torch transformers"),
     "llama-cpp": ("llama.cpp in outpace bench --peers", "llama_cpp"),
 }

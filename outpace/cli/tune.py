@@ -83,13 +83,13 @@ def _search(
     """Find the sublayers that a draft made of the target should leave out, and describe the result."""
     if to is not None:
         raise UserError(f"--to is {to}, but --drafter layer_skip has no file: the results are options")
-    from outpace.bench.skip_search import SearchOptions, calibration_texts, search
+    from outpace.bench.skip_search import SearchOptions, calibration_texts, find_sublayers
     from outpace.models.load import load_model
 
     texts = calibration_texts(corpus)
     options = SearchOptions(max_tokens=max_tokens, trials=trials)
     with display.loading_bar(as_json, 0.0) as progress:
-        found = search(load_model(model.target, model.options, progress=progress), texts, options, progress)
+        found = find_sublayers(load_model(model.target, model.options, progress=progress), texts, options, progress)
     if as_json:
         sets = {f"skip_{kind}": list(layers) for kind, layers in found.sublayers._asdict().items()}
         figures = {"speed": found.speed, "draft_length": found.draft_length, "agreement": found.agreement}

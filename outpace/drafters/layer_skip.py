@@ -1,7 +1,7 @@
 """The target without some of its attention and MLP sublayers drafts on the target's own KV cache.
 
-Draft & Verify, arXiv:2309.08168, for given layers; SWIFT, arXiv:2410.06916, for layers found while text is written; the
-choice by upper confidence bounds is GP-UCB, arXiv:0912.3995.
+Draft & Verify, arXiv:2309.08168, for given layers; SWIFT, arXiv:2410.06916, for layers found while text is written,
+here by a local search: a Gaussian process found no better sets of simulated models in as many trials.
 
 Nothing is loaded and nothing is stored twice: the draft writes into pending slots of the target's session, which are
 dropped before the target verifies. A draft ends at the first token whose probability is below a threshold, which adapts
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
@@ -28,95 +26,66 @@ from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState,
 from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows
 
-_GUIDED = 25  # every 25th trial is chosen by the Gaussian process
 _IDLE = 300  # trials without improvement after which the search ends
-_MEMORY = 200  # trials that the Gaussian process uses
-_CANDIDATES = 128  # sets that it chooses from
-_BOLD = 2.0  # standard deviations of the upper confidence bound
-_NOISE = 0.01  # variance of a measured agreement, relative to the prior variance
-_REACH = 0.25  # length scale of the kernel, as a share of all switches
 
 
 class SublayerSearch:
-    """SWIFT's search: random sets, and now and then the most promising one by a Gaussian process. All sets have one
-    size."""
+    """Random local search for the best set; SWIFT's trials, all of one size, are random sets or change the best one."""
 
-    def __init__(self, num_layers: int, ratio: float, enough: float, trials: int) -> None:
-        """`ratio`: share of the layers to skip. The search ends at an agreement of `enough`, or after `trials`
-        trials."""
-        self.best, self.agreement = evenly_spaced(num_layers, ratio), 0.0
-        self._layers, self._enough = list(searchable_layers(num_layers)), enough
-        self._left = trials
+    def __init__(
+        self,
+        start: Sublayers,
+        num_layers: int,
+        trials: int,
+        enough: float | None = None,
+        others: Iterable[Sublayers] = (),
+    ) -> None:
+        """`start` and the `others` are tried first. The search ends after `trials` trials, or at a score of `enough`
+        (None: any score can be exceeded, and sets may have any size)."""
+        self.best, self.score = start, 0.0
         self.count = self._idle = 0  # trials, and trials since the last improvement
-        self._tried: list[tuple[np.ndarray, float]] = []
+        self._others, self._layers = iter(others), searchable_layers(num_layers)
+        self._trials, self._enough = trials, enough
         self._random = random.Random(0)
 
     @property
     def is_over(self) -> bool:
-        is_full = len(self.best.attention) == len(self._layers)  # there is no other set of this size
-        is_found = self.count > 0 and (is_full or self.agreement >= self._enough)
-        return is_found or self._left <= 0 or self._idle >= _IDLE
+        is_found = False
+        if self._enough is not None and self.count:
+            is_full = len(self.best.attention) == len(self._layers)  # there is no other set of this size
+            is_found = is_full or self.score >= self._enough
+        return is_found or self.count >= self._trials or self._idle >= _IDLE
 
     def propose(self) -> Sublayers:
-        """Return the set to try next, first the evenly spaced one."""
+        """Return the set to try next."""
         if not self.count:
             return self.best
-        if self.count % _GUIDED:
-            return self._drawn()
-        candidates = [
-            *(self._near() for _ in range(_CANDIDATES // 2)),
-            *(self._drawn() for _ in range(_CANDIDATES // 2)),
-        ]
-        return candidates[int(self._bounds(np.stack([self._switches(one) for one in candidates])).argmax())]
+        if (other := next(self._others, None)) is not None:
+            return other
+        kinds = [set(layers) for layers in self.best]
+        if self._enough is None:
+            for _ in range(self._random.choice((1, 2))):
+                self._random.choice(kinds).symmetric_difference_update([self._random.choice(self._layers)])
+        elif self._random.random() < 0.5:
+            kinds = [set(self._random.sample(self._layers, len(layers))) for layers in kinds]
+        else:  # one other layer in each
+            kinds = [self._exchanged(layers) for layers in kinds]
+        return Sublayers(*(tuple(sorted(layers)) for layers in kinds))
 
-    def learn(self, sublayers: Sublayers, agreement: float) -> bool:
-        """Record the agreement of a set; return whether it is the best one now."""
+    def learn(self, sublayers: Sublayers, score: float) -> bool:
+        """Record the score of a set; return whether it is the best one now."""
         self.count += 1
-        self._left -= 1
         self._idle += 1
-        self._tried = [*self._tried, (self._switches(sublayers), agreement)][-_MEMORY:]
-        if agreement <= self.agreement and self.count > 1:
+        if score <= self.score and self.count > 1:
             return False
-        self.best, self.agreement, self._idle = sublayers, agreement, 0
+        self.best, self.score, self._idle = sublayers, score, 0
         return True
 
-    def _drawn(self) -> Sublayers:
-        sizes = (len(self.best.attention), len(self.best.mlp))
-        return Sublayers(*(tuple(sorted(self._random.sample(self._layers, size))) for size in sizes))
-
-    def _near(self) -> Sublayers:
-        """Exchange one layer in each list of the best set."""
-        return Sublayers(*(self._exchanged(layers) for layers in self.best))
-
-    def _exchanged(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        others = sorted(set(self._layers) - set(layers))
+    def _exchanged(self, layers: set[int]) -> set[int]:
+        others = sorted(set(self._layers) - layers)
         if not others or not layers:
             return layers
-        gone = self._random.choice(layers)
-        return tuple(sorted({*layers, self._random.choice(others)} - {gone}))
-
-    def _switches(self, sublayers: Sublayers) -> np.ndarray:
-        """Encode a set, 1 for each skipped sublayer. float64 [2 * layers]"""
-        return np.array([layer in kind for kind in sublayers for layer in self._layers], float)
-
-    def _bounds(self, candidates: np.ndarray) -> np.ndarray:
-        """Return mean plus `_BOLD` standard deviations of each candidate's agreement. [candidates, switches] to
-        [candidates]"""
-        known = np.stack([switches for switches, _ in self._tried])
-        values = np.array([value for _, value in self._tried])
-        covariance = _kernel(known, known) + _NOISE * np.eye(len(known))
-        across = _kernel(candidates, known)  # [candidates, known]
-        spread = values.std() or 1.0
-        means = values.mean() + across @ np.linalg.solve(covariance, values - values.mean())
-        explained = np.einsum("ck,kc->c", across, np.linalg.solve(covariance, across.T))
-        bounds: np.ndarray = means + _BOLD * spread * np.sqrt(np.clip(1.0 - explained, 0.0, None))
-        return bounds
-
-
-def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return e^-(share of differing switches / _REACH). [a, switches], [b, switches] to [a, b]"""
-    differ: np.ndarray = np.abs(one[:, None] - other[None]).mean(-1)
-    return np.exp(-differ / _REACH)
+        return {*layers, self._random.choice(others)} - {self._random.choice(sorted(layers))}
 
 
 class Sublayers(NamedTuple):
@@ -382,5 +351,6 @@ def build(options: Options, *, given: BuildContext) -> LayerSkipDrafter:
     if sublayers is not None:
         sublayers.check(target.num_layers)
         return LayerSkipDrafter(target, sublayers, options)
-    search = SublayerSearch(target.num_layers, options.skip_ratio, options.skip_enough, options.skip_trials)
+    start = evenly_spaced(target.num_layers, options.skip_ratio)
+    search = SublayerSearch(start, target.num_layers, options.skip_trials, options.skip_enough)
     return LayerSkipDrafter(target, search.best, options, search)
