@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.api.plot import INK, figure_for
 from outpace.bench.contenders import baseline, is_lossy_label
 from outpace.bench.figures import TableRow
-from outpace.core.errors import UserError
 
 COLORS = (
     *("#4c6a92", "#d1793b", "#5a9a6f", "#b5566b", "#8671a8", "#94754f", "#4fa3a5", "#b59f3b", "#7a7f87", "#333333"),
@@ -18,8 +18,6 @@ COLORS = (
 MAX_BARS = 24  # with more, only the bars of all tasks together are drawn
 MIN_ROUNDS = 20  # rounds that an acceptance rate needs to be drawn
 MAX_LABEL = 48  # characters of a name in the legend
-INK = "#333333"
-PALE = "#c4c8ce"
 QUALITY_TITLES = {
     "perplexity": "speed and perplexity of the text\n(hollow: lossy; line: plain decoding)",
     "accuracy": "speed and right answers\n(hollow: lossy; line: plain decoding)",
@@ -29,10 +27,6 @@ _JUDGE = re.compile(r"(?<=,judge=)[^,]*/(?=[^,/])")  # the parent folders of a j
 
 def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None:
     """Write the picture in the format of the file's suffix. UserError without matplotlib or if writing fails."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("the plot needs `pip install matplotlib`; all else is written") from None
     single = [row for row in rows if row.batch == 1]
     colors = {label: COLORS[number % len(COLORS)] for number, label in enumerate(dict.fromkeys(r.label for r in rows))}
     tasks = list(dict.fromkeys(row.task for row in single))
@@ -44,23 +38,18 @@ def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None
     bars = max(5.0, 0.34 * len(single) + 0.5 * len(tasks))
     measures = quality_measures(last)
     widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches + [5.4] * len(measures)
-    figure = Figure(figsize=(sum(widths), 5.4), layout="constrained")
-    panels = list(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
-    _plot_speeds(panels.pop(0), single, tasks, colors)
-    if drafting:
-        _plot_acceptance(panels.pop(0), drafting, colors)
-    if has_batches:
-        _plot_batches(panels.pop(0), rows, colors)
-    for measure in measures:
-        _plot_quality(panels.pop(0), last, measure, colors)
-    figure.suptitle(_title(facts), fontsize=11, color=INK, x=0.01, ha="left", linespacing=1.5)
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    columns = max(1, int(sum(widths) / (0.6 + 0.08 * max(map(len, names), default=0))))
-    figure.legend(handles, names, loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written to {file} ({error})") from error
+    with figure_for(file, sum(widths), 5.4, _title(facts)) as figure:
+        panels = iter(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
+        _plot_speeds(next(panels), single, tasks, colors)
+        if drafting:
+            _plot_acceptance(next(panels), drafting, colors)
+        if has_batches:
+            _plot_batches(next(panels), rows, colors)
+        for measure in measures:
+            _plot_quality(next(panels), last, measure, colors)
+        handles, names = figure.axes[0].get_legend_handles_labels()
+        columns = max(1, int(sum(widths) / (0.6 + 0.08 * max(map(len, names), default=0))))
+        figure.legend(handles, names, loc="outside lower left", ncols=columns)
 
 
 def _title(facts: Mapping[str, Any]) -> str:
@@ -78,27 +67,23 @@ def _plot_speeds(axes: Any, rows: Sequence[TableRow], tasks: Sequence[str], colo
         bars = [row for row in rows if row.task == task]
         for number, row in enumerate(bars):
             place, height = start + number, row.tokens_per_second or 0.0
-            style: dict[str, Any] = {
-                "color": colors[row.label],
-                "hatch": "////" if row.is_peer else None,
-                "edgecolor": "white",
-            }
-            axes.bar(place, height, 0.86, label=unnamed.pop(row.label, None), linewidth=0, **style)
+            hatch = "////" if row.is_peer else None
+            label = unnamed.pop(row.label, None)
+            axes.bar(place, height, 0.86, label=label, color=colors[row.label], hatch=hatch, edgecolor="white", lw=0)
             if row.quartiles:
                 low, _, high = row.quartiles
-                axes.plot([place, place], [low, high], color=INK, linewidth=1.4, solid_capstyle="round")
+                axes.plot([place, place], [low, high], color=INK)
                 height = max(height, high)
-            text = "" if row.speedup is None else f"{row.speedup:.2f}" if row.speedup < 10 else f"{row.speedup:.2g}×"
+            text = "" if row.speedup is None else f"{row.speedup:.2f}"
             text = text if row.prompts else "failed"
-            style = {"textcoords": "offset points", "ha": "center", "fontsize": 7, "color": INK}
-            axes.annotate(text, (place, height), (0, 3), **style)
+            axes.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=7)
             tops.append(height)
         ticks.append(start + (len(bars) - 1) / 2)
         start += len(bars) + 1.2
     axes.set_xticks(ticks, tasks)
     axes.set_xlim(-1, start - 1.2)
     axes.set_ylim(0, 1.12 * (max(tops) or 1))
-    _style(axes, "tokens/s, decoding\n(bar: pooled; line: quartiles of prompts; figure: speedup)")
+    axes.set_title("tokens/s, decoding\n(bar: pooled; line: quartiles of prompts; figure: speedup)")
     axes.tick_params(axis="x", length=0)
 
 
@@ -110,12 +95,12 @@ def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, s
         rates = [rate for rate, rounds in pairs if rounds >= MIN_ROUNDS]
         longest, places = max(longest, len(rates)), range(1, len(rates) + 1)
         style = {"color": colors[row.label], "linestyle": "--" if row.is_peer else "-"}
-        axes.plot(places, rates, marker="o", markersize=4, linewidth=1.6, clip_on=False, **style)
+        axes.plot(places, rates, marker="o", clip_on=False, **style)
     axes.set_ylim(0, 1)
     axes.set_xlim(0.7, longest + 0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("position in the draft", color=INK)
-    _style(axes, f"accepted, once those before it were\n({MIN_ROUNDS} rounds at least)")
+    axes.set_xlabel("position in the draft")
+    axes.set_title(f"accepted, once those before it were\n({MIN_ROUNDS} rounds at least)")
 
 
 def _plot_batches(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
@@ -126,13 +111,13 @@ def _plot_batches(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]
         if points:
             counts = sorted(points)
             ticks |= set(counts)
-            axes.plot(counts, [points[count] for count in counts], marker="o", markersize=4, linewidth=1.6, color=color)
+            axes.plot(counts, [points[count] for count in counts], marker="o", color=color)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [str(count) for count in sorted(ticks)])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("requests at once", color=INK)
-    _style(axes, "tokens/s in all")
+    axes.set_xlabel("requests at once")
+    axes.set_title("tokens/s in all")
 
 
 def quality_measures(rows: Sequence[TableRow]) -> list[str]:
@@ -147,9 +132,7 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
     rows = [row for row in rows if getattr(row, measure) is not None and row.speedup is not None]
     points = [(row.speedup or 0.0, getattr(row, measure)) for row in rows]
     for row, (x, y) in zip(rows, points, strict=True):
-        color = colors[row.label]
-        face = "none" if _is_lossy(row) else color
-        axes.plot(x, y, marker="o", markersize=7, markerfacecolor=face, markeredgecolor=color)
+        axes.plot(x, y, "o", color=colors[row.label], fillstyle="none" if _is_lossy(row) else "full", markersize=7)
         if row.label == baseline(row.label):
             axes.axhline(y, color=INK, linewidth=0.8, linestyle=":")
     axes.margins(0.2, 0.12)
@@ -158,22 +141,12 @@ def _plot_quality(axes: Any, rows: Sequence[TableRow], measure: str, colors: Map
         name = _JUDGE.sub("", row.label.partition("rule=")[2]) or row.label
         x, side = (-7, "right") if point[0] > middle else (7, "left")
         offset = x, (4, -4)[place % 2]  # so that names of neighbours do not overlap
-        style = {"textcoords": "offset points", "fontsize": 7, "color": colors[row.label], "va": "center", "ha": side}
-        text = axes.annotate(name, point, offset, **style)
-        text.set_in_layout(False)
-    axes.set_xlabel("speedup over plain decoding", color=INK)
-    axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers", color=INK)
-    _style(axes, QUALITY_TITLES[measure])
+        style: dict[str, Any] = {"fontsize": 7, "color": colors[row.label], "va": "center", "ha": side}
+        axes.annotate(name, point, offset, textcoords="offset points", **style).set_in_layout(False)
+    axes.set_xlabel("speedup over plain decoding")
+    axes.set_ylabel("perplexity" if measure == "perplexity" else "share of right answers")
+    axes.set_title(QUALITY_TITLES[measure])
 
 
 def _is_lossy(row: TableRow) -> bool:
     return not row.is_peer and is_lossy_label(row.label)
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=9, color=INK, loc="left").set_in_layout(False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(PALE)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.yaxis.grid(True, color=PALE, linewidth=0.5, alpha=0.7)
-    axes.set_axisbelow(True)

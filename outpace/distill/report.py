@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.errors import UserError, install_command
+from outpace.api.plot import figure_for
 from outpace.distill.evaluate import CHAIN, POSITIONS, TREE, Evaluation
 from outpace.distill.options import DRAFT, TRAINING
 from outpace.distill.train import CURVE, read_curve
@@ -98,36 +98,28 @@ def _times(found: Evaluation) -> str:
 
 def plot(found: Evaluation, curve: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Plot acceptance by position, the predicted speedup over the draft length, and the learning curve."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"the plot needs `{install_command('distill')}`; all else is written") from None
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    for row in found.rows:
-        style = "-" if row.temperature == 0 else "--"
-        places = range(1, len(row.by_position) + 1)
-        left.plot(places, row.by_position, style, marker="o", label=f"{row.task}, T = {row.temperature:g}")
-    left.set(title="acceptance by position", xlabel="position in the chain", ylim=(0, 1), xlim=(0.8, POSITIONS + 0.2))
-    left.legend(fontsize=7, loc="upper left", ncols=2)
-    middle.plot(list(found.predicted), list(found.predicted.values()), marker="o")
-    middle.axhline(1.0, color="grey", linewidth=0.8)
-    middle.set(title="predicted speedup, temperature 0", xlabel="draft length")
-    right.plot([point["tokens"] / 1e6 for point in curve], [point["top1"] for point in curve], marker=".")
-    right.set(title="held-out answers", xlabel="million answer tokens trained on", ylim=(0, 1))
-    right.set_ylabel("top-1 agreement", color="C0")
-    measured = [point for point in curve if point["chain"] is not None]
-    twin = right.twinx()
-    millions = [point["tokens"] / 1e6 for point in measured]
-    twin.plot(millions, [point["chain"] for point in measured], color="C1", marker=".")
-    twin.set_ylim(1, CHAIN + 1)
-    twin.set_ylabel(f"tokens per pass, chain {CHAIN}", color="C1")
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    try:
-        figure.savefig(file, dpi=120)
-    except OSError as error:
-        raise UserError(f"the plot cannot be written to {file} ({error.strerror})") from error
+    with figure_for(file, 13, 3.8) as figure:
+        left, middle, right = figure.subplots(1, 3)
+        for row in found.rows:
+            style = "-" if row.temperature == 0 else "--"
+            places = range(1, len(row.by_position) + 1)
+            left.plot(places, row.by_position, style, marker="o", label=f"{row.task}, T = {row.temperature:g}")
+        left.set(
+            title="acceptance by position", xlabel="position in the chain", ylim=(0, 1), xlim=(0.8, POSITIONS + 0.2)
+        )
+        left.legend(fontsize=7, loc="upper left", ncols=2)
+        middle.plot(list(found.predicted), list(found.predicted.values()), marker="o")
+        middle.axhline(1.0, color="grey", linewidth=0.8)
+        middle.set(title="predicted speedup, temperature 0", xlabel="draft length")
+        right.plot([point["tokens"] / 1e6 for point in curve], [point["top1"] for point in curve], marker=".")
+        right.set(title="held-out answers", xlabel="million answer tokens trained on", ylim=(0, 1))
+        right.set_ylabel("top-1 agreement", color="C0")
+        measured = [point for point in curve if point["chain"] is not None]
+        twin = right.twinx()
+        millions = [point["tokens"] / 1e6 for point in measured]
+        twin.plot(millions, [point["chain"] for point in measured], color="C1", marker=".")
+        twin.set_ylim(1, CHAIN + 1)
+        twin.set_ylabel(f"tokens per pass, chain {CHAIN}", color="C1")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outpace.core.errors import UserError
+from outpace.api.plot import figure_for
 from outpace.core.stats import percent
 from outpace.simulate.run import Outcome
 from outpace.simulate.setups import SetupSizes
@@ -108,33 +108,25 @@ def as_rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 def plot(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
     """Plot the speedup by ratio of times; if there are several delays, by delay, with a panel for each ratio and dashed
     lines for methods without a delay."""
-    from matplotlib.figure import Figure
-
     costs = _costs(outcomes)
     has_delays = len({outcome.delay for outcome in outcomes if outcome.delay is not None}) > 1
     panels = costs if has_delays else [""]
-    figure = Figure(figsize=(4.2 * len(panels) + 2.2, 4.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-        for number, setup in enumerate(dict.fromkeys(outcome.setup.name for outcome in outcomes)):
-            rows = [row for row in outcomes if row.setup.name == setup and name in ("", row.costs)]
-            style = {"color": f"C{number}", "label": rows[0].setup.title}
-            points = sorted((row.delay, row.speedup) for row in rows if row.delay is not None)
-            if not has_delays:
-                axes.plot([row.costs for row in rows], [row.speedup for row in rows], marker="o", markersize=4, **style)
-            elif points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-            else:
-                if rows[0].figures.drafted:
-                    style["label"] += ", no delay"
-                axes.axhline(rows[0].speedup, linestyle="--", **style)
-        axes.set_title(f"T_target / T_draft {name}" if has_delays else "", fontsize=9, loc="left")
-        axes.set_xlabel("delay one way, in target passes" if has_delays else "T_target / T_draft")
-        axes.grid(axis="y", linewidth=0.5, alpha=0.5)
-    figure.axes[0].set_ylim(bottom=0)  # after all panels, which share the axis, have set its top
-    figure.axes[0].set_ylabel("speedup over plain decoding")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written to {file} ({error})") from error
+    with figure_for(file, 4.2 * len(panels) + 2.2, 4.2, title) as figure:
+        for axes, name in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+            for number, setup in enumerate(dict.fromkeys(outcome.setup.name for outcome in outcomes)):
+                rows = [row for row in outcomes if row.setup.name == setup and name in ("", row.costs)]
+                style = {"color": f"C{number}", "label": rows[0].setup.title}
+                points = sorted((row.delay, row.speedup) for row in rows if row.delay is not None)
+                if not has_delays:
+                    axes.plot([row.costs for row in rows], [row.speedup for row in rows], marker="o", **style)
+                elif points:
+                    axes.plot(*zip(*points, strict=True), marker="o", **style)
+                else:
+                    if rows[0].figures.drafted:
+                        style["label"] += ", no delay"
+                    axes.axhline(rows[0].speedup, linestyle="--", **style)
+            axes.set_title(f"T_target / T_draft {name}" if has_delays else "")
+            axes.set_xlabel("delay one way, in target passes" if has_delays else "T_target / T_draft")
+        figure.axes[0].set_ylim(bottom=0)  # after all panels, which share the axis, have set its top
+        figure.axes[0].set_ylabel("speedup over plain decoding")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from outpace.core.errors import UserError
+from outpace.api.plot import figure_for
 from outpace.studies.edge.run import ALONE_POLICY, BASELINE, BOUNDS, SERVER_ALONE, PolicySummary
 
 COLUMNS = ("policy", "ms per token", "p95", "mJ", "cut, %")
@@ -77,30 +77,22 @@ LINES = {"optimal": "--", "learned": ":"}  # by shares
 
 def plot(found: Found, title: str, file: Path) -> None:
     """Draw bars by policy, curves over a sweep, or, if only the weight of energy is swept, curves by battery level."""
-    from matplotlib.figure import Figure
-
     names = list(found[0][0])
     if not names:
-        figure = Figure(figsize=(8, 0.32 * len(found[0][1]) + 1.4), layout="constrained")
-        _draw_bars(figure.subplots(), found[0][1])
+        with figure_for(file, 8, 0.32 * len(found[0][1]) + 1.4, title) as figure:
+            _draw_bars(figure.subplots(), found[0][1])
     elif names == ["energy_weight"]:
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        _draw_batteries(figure.subplots(1, 2), found)
+        with figure_for(file, 9, 3.6, title) as figure:
+            _draw_batteries(figure.subplots(1, 2), found)
     else:
         panels = sorted({point[names[1]] for point, _ in found})[:MAX_PANELS] if len(names) > 1 else [None]
-        figure = Figure(figsize=(3.2 * len(panels) + 2.4, 3.8), layout="constrained")
-        for axes, value in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
-            chosen = [(p, rows) for p, rows in found if value is None or p[names[1]] == value]
-            _draw_sweep(axes, chosen, names[0])
-            axes.set_title("" if value is None else f"{names[1].replace('_', ' ')} {value:g}", fontsize=9)
-        figure.axes[0].set_ylabel("ms per token, mean and 95 % interval")
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the plot cannot be written to {file} ({error})") from error
+        with figure_for(file, 3.2 * len(panels) + 2.4, 3.8, title) as figure:
+            for axes, value in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+                chosen = [(p, rows) for p, rows in found if value is None or p[names[1]] == value]
+                _draw_sweep(axes, chosen, names[0])
+                axes.set_title("" if value is None else f"{names[1].replace('_', ' ')} {value:g}")
+            figure.axes[0].set_ylabel("ms per token, mean and 95 % interval")
+            figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper")
 
 
 def _draw_bars(axes: Any, rows: Sequence[PolicySummary]) -> None:
@@ -109,7 +101,7 @@ def _draw_bars(axes: Any, rows: Sequence[PolicySummary]) -> None:
     axes.plot([row.slowest for row in rows], names, "|", color="#b5566b", markersize=10, label="95th percentile")
     axes.invert_yaxis()
     axes.set_xlabel("ms per token")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()
 
 
 def _draw_sweep(axes: Any, found: Found, name: str) -> None:
@@ -128,8 +120,6 @@ def _draw_sweep(axes: Any, found: Found, name: str) -> None:
             [row.time_error for row in rows],
             label=policy,
             marker="osd^v<>P"[number % 8],
-            markersize=3.5,
-            linewidth=1.2,
             linestyle=LINES.get(shares, "-"),
             color=f"C{number % 10}",
         )
@@ -137,7 +127,6 @@ def _draw_sweep(axes: Any, found: Found, name: str) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
 
 
 def _draw_batteries(panels: Sequence[Any], found: Found) -> None:
@@ -150,5 +139,4 @@ def _draw_batteries(panels: Sequence[Any], found: Found) -> None:
             values = [getattr(row, field) for row in rows]
             axes.plot(weights, [None if one is None else one[number] for one in values], marker="o", label=name)
         axes.set(xlabel="weight of energy, ms per mJ", ylabel=label, ylim=(0, None), title=policy)
-        axes.legend(frameon=False, fontsize=8)
-        axes.grid(alpha=0.3)
+        axes.legend()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from outpace.core.errors import UserError
+from outpace.api.plot import figure_for
 from outpace.studies.timeseries.forecaster import SampledForecast
 from outpace.studies.timeseries.frames import TimeSeries
 
@@ -31,20 +28,14 @@ def draw(
 ) -> None:
     """Write a plot of the first six series; `truths` are the true values, if they are known."""
     num_panels = min(len(series), MAX_PANELS)
-    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 0.8 + 2.9 * num_panels), layout="constrained")
+    with figure_for(file, 10, 0.8 + 2.9 * num_panels) as figure:
         panels = figure.subplots(num_panels, 1, squeeze=False)[:, 0]
         for number, axes in enumerate(panels):
             truth = truths[number] if truths else None
             _draw_one(axes, series[number], forecast, number, patch_length, truth)
         pairs = (pair for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True))
         shown = {label: handle for handle, label in pairs}
-        style: dict[str, Any] = {"ncols": len(shown), "frameon": False, "fontsize": 9}
-        figure.legend([*shown.values()], [*shown], loc="outside upper center", **style)
-        try:
-            figure.savefig(file, dpi=120)
-        except OSError as error:
-            raise UserError(f"the plot cannot be written to {file} ({error})") from error
+        figure.legend([*shown.values()], [*shown], loc="outside upper center", ncols=len(shown))
 
 
 def _draw_one(
@@ -69,5 +60,4 @@ def _draw_one(
             axes.plot(times[part], values[part], color=colour, linewidth=0.9, label=labels.pop(is_drafted, None))
     if truth is not None:
         axes.plot(times, truth, color="black", linewidth=1.5, linestyle="--", label="truth")
-    axes.set_title(one.name, loc="left", fontsize=10, parse_math=False)
-    axes.tick_params(labelsize=8)
+    axes.set_title(one.name, parse_math=False)
