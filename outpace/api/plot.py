@@ -24,6 +24,7 @@ STYLE = {
     "axes.titlelocation": "left",
     "axes.titlesize": 9,
     "figure.titlesize": 9,
+    "font.size": 9,
     "grid.color": PALE,
     "grid.linewidth": 0.5,
     "legend.frameon": False,

@@ -95,7 +95,8 @@ def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, s
         rates = [rate for rate, rounds in pairs if rounds >= MIN_ROUNDS]
         longest, places = max(longest, len(rates)), range(1, len(rates) + 1)
         style = {"color": colors[row.label], "linestyle": "--" if row.is_peer else "-"}
-        axes.plot(places, rates, marker="o", clip_on=False, **style)
+        if rates:  # a line without points spoils the layout
+            axes.plot(places, rates, marker="o", clip_on=False, **style)
     axes.set_ylim(0, 1)
     axes.set_xlim(0.7, longest + 0.3)
     axes.xaxis.get_major_locator().set_params(integer=True)
