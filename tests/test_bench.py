@@ -19,6 +19,7 @@ from outpace.bench.store import ANSWERS, SETTINGS, Record, RecordKey, Store, rea
 from outpace.core import registry, theory
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
+from outpace.models.files.reading import write_json
 
 WARM = Sampling(0.8)
 FACTS: dict[str, Any] = {"target": "t", "draft": None, "processor": "p", "commit": "c"}
@@ -312,7 +313,7 @@ def test_two_results_side_by_side(tmp_path: Path) -> None:
     assert found[2]["ratio"] is None
     assert report.differences(one, other) == ["commit: A c; B d"]
     assert report.differences(one, [other[0] | {"prompts": 9}, other[1]])[1:] == ["prompts: A 1; B 9"]
-    report.write_json(tmp_path / "a.json", one)
+    write_json(tmp_path / "a.json", one)
     assert report.read_rows(tmp_path / "a.json") == one
     store = Store(tmp_path / "out", SETTINGS_MADE)  # of a bench that was killed
     for one in (record("autoregressive"), record("card", rate=20.0)):

@@ -94,7 +94,7 @@ def task(folder: Path) -> str:
 
 
 def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.bench.method_runner._CODE", "raise SystemExit(3)")
+    monkeypatch.setattr("outpace.bench.peer._CODE", "raise SystemExit(3)")
     target = model_folder(tmp_path, "target")
     asked = ["--target", str(target), "--tasks", task(tmp_path), "--max-tokens", "4", "--memory"]
     code, out, err = run_command("bench", *asked, "--methods", "autoregressive", "--json")

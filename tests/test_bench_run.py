@@ -273,7 +273,7 @@ def test_files_that_cannot_be_written_are_reported_after_the_line_of_json(
     def full(file: Path, *rest: object) -> None:
         raise UserError(f"{file.name} cannot be written (No space left on device)")
 
-    monkeypatch.setattr("outpace.bench.report.write_json", full)
+    monkeypatch.setattr("outpace.models.files.reading.write_json", full)
     monkeypatch.setattr("outpace.bench.plot.plot", lambda found, facts, file: full(file))
     for kept, name in ((("--plot", tmp_path / "b.png"), "b.png"), (("--out", tmp_path / "out"), "rows.json")):
         code, out, err = run("--methods", "speculative", *kept)

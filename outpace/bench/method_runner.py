@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
 from collections import Counter
@@ -17,13 +16,10 @@ from typing import Any, NamedTuple
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import GUESS, PLAIN, TEMPERATURE, Contender
-from outpace.bench.peer import GRACE_SECONDS, PeerProcessError, TimedAnswer, send
-from outpace.core import child_process
+from outpace.bench.peer import CallProcess, TimedAnswer
 from outpace.core.arrays import torch
 from outpace.engine.sequence import TokenSequence
 from outpace.models.runtimes import Loaded
-
-_CODE = "from outpace.bench.method_runner import main; main()"
 
 
 class MethodRunner:
@@ -100,32 +96,8 @@ def peak_memory(models: LLM, contender: Contender, params: SamplingParams, promp
     """Measure one method in a new process, whose errors are raised here; plain decoding loads the target alone."""
     drafts = () if contender.name == PLAIN or models.draft is None else (models.draft, *models.draft.others)
     again = [(draft.again, draft.model.vocab_size) for draft in drafts]
-    process = child_process.start(_CODE)
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        send(process.stdin, (models.target.again, again, contender, params, list(prompt)))
-        found = pickle.load(process.stdout)
-    except (EOFError, OSError):
-        status = child_process.stop(process, GRACE_SECONDS)
-        raise PeerProcessError(f"its process {child_process.describe_exit(status)}") from None
-    finally:
-        child_process.stop(process, GRACE_SECONDS)
-    if isinstance(found, Exception):
-        raise found
-    measured: PeakMemory = found
-    return measured
-
-
-def main() -> None:
-    """Run the child process of `peak_memory`: load the models, answer a prompt, and report."""
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    try:
-        found: Any = _measure(*pickle.load(sys.stdin.buffer))
-    except Exception as error:
-        found = error
-    send(results, found)
+    with closing(CallProcess()) as process:
+        return process.call(_measure, models.target.again, again, contender, params, list(prompt))
 
 
 def _measure(

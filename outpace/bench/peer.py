@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from outpace.bench import contenders, peers
 from outpace.core import child_process
 from outpace.core.stats import Positions
 
+T = TypeVar("T")
 _CODE = "from outpace.bench.peer import main; main()"
 GRACE_SECONDS = 5.0  # for a process to end by itself
 
@@ -81,36 +82,24 @@ class Peer(Protocol):
 
 
 class PeerProcessError(RuntimeError):
-    """A peer's process ended unexpectedly."""
+    """A child process ended unexpectedly."""
 
 
-class PeerProcess:
-    """A peer in a child process; its exceptions are raised here."""
+class CallProcess:
+    """A child process that calls functions; their exceptions are raised here."""
 
-    def __init__(self, name: str, settings: PeerSettings) -> None:
+    def __init__(self) -> None:
         self._process = child_process.start(_CODE)
-        try:
-            self.name, self.precision = self._call((name, settings, list(peers.__path__)))
-        except BaseException:
-            self.close()
-            raise
 
-    def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        answer: TimedAnswer = self._call((list(prompt), max_tokens))
-        return answer
-
-    def close(self) -> None:
-        child_process.stop(self._process, GRACE_SECONDS)
-
-    def _call(self, arguments: Any) -> Any:
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
             if self._process.returncode is not None:
                 raise EOFError
-            send(stdin, arguments)
-            result = pickle.load(stdout)
+            _send(stdin, (function, arguments))
+            result: T | Exception = pickle.load(stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             status = child_process.stop(self._process, GRACE_SECONDS)
             raise PeerProcessError(f"its process {child_process.describe_exit(status)}") from None
@@ -118,37 +107,61 @@ class PeerProcess:
             raise result
         return result
 
+    def close(self) -> None:
+        child_process.stop(self._process, GRACE_SECONDS)
+
+
+class PeerProcess(CallProcess):
+    """A peer in a child process."""
+
+    def __init__(self, name: str, settings: PeerSettings) -> None:
+        super().__init__()
+        try:
+            self.name, self.precision = self.call(_open, name, settings, list(peers.__path__))
+        except BaseException:
+            self.close()
+            raise
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        return self.call(_answer, list(prompt), max_tokens)
+
+
+_opened: list[Peer] = []  # in the child process: its peer
+
+
+def _open(name: str, settings: PeerSettings, folders: list[str]) -> tuple[str, str]:
+    peers.__path__ = folders
+    _opened.append(contenders.find_peer(name).build(settings))
+    return _opened[0].name, _opened[0].precision
+
+
+def _answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+    return _opened[0].answer(prompt, max_tokens)
+
 
 def main() -> None:
-    """Run the child process: build the peer, then answer until the input pipe is closed."""
+    """Run the child process: answer calls until the input pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which then closes the pipes
     calls = os.fdopen(os.dup(0), "rb")
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # an engine may print to stdout
-    peer: Any = None
     while True:
         try:
-            arguments = pickle.load(calls)
+            function, arguments = pickle.load(calls)
+            result = function(*arguments)
         except EOFError:
             break
-        try:
-            if peer is None:
-                name, settings, peers.__path__ = arguments
-                peer = contenders.find_peer(name).build(settings)
-                result: Any = peer.name, peer.precision
-            else:
-                result = peer.answer(*arguments)
         except Exception as error:
             result = error
         try:
-            send(results, result)
+            _send(results, result)
         except BrokenPipeError:
             os._exit(1)  # the bench is gone
-    if peer is not None:
+    for peer in _opened:
         peer.close()
 
 
-def send(pipe: IO[bytes], message: Any) -> None:
+def _send(pipe: IO[bytes], message: Any) -> None:
     """Pickle a message into a pipe; an exception that cannot be pickled is sent as a RuntimeError with its text."""
     try:
         data = pickle.dumps(message)

@@ -21,7 +21,6 @@ from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
 from outpace.core import machine
 from outpace.core.errors import UserError
 from outpace.core.stats import percent
-from outpace.models.files.cache import new_file
 from outpace.models.files.reading import read_text
 
 POSITIONS = 8  # columns of the table of acceptance by position
@@ -281,12 +280,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
-    with new_file(file) as part:
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 Row = Mapping[str, Any]

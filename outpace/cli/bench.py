@@ -208,6 +208,7 @@ def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> None:
     from outpace.bench.plot import plot
     from outpace.bench.quality import with_score_gaps
     from outpace.bench.store import PLOT, ROWS
+    from outpace.models.files.reading import write_json
 
     found = with_score_gaps(running.rows(), running)
     plain = report.plain_rows(found, facts)
@@ -218,7 +219,7 @@ def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> None:
         console.width = max(console.width, WIDE) if results.wide else console.width
         console.print(report.tables(found, facts, results.wide))
     if results.out is not None:
-        report.write_json(results.out / ROWS, plain)
+        write_json(results.out / ROWS, plain)
     if results.plot is not None and found:
         plot(found, facts, results.plot)
         display.say(f"plot: {results.plot}")

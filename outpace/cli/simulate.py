@@ -87,7 +87,7 @@ def simulate(
     for delay in delays:
         check_range("delay", delay, 0.0, 1000.0)
     check_plot("--plot", output.plot)
-    from outpace.bench.report import write_json
+    from outpace.models.files.reading import write_json
     from outpace.simulate import report, run
     from outpace.simulate.setups import DEFAULT, SetupSizes, select_setups
 

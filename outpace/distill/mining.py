@@ -31,7 +31,7 @@ from outpace.decoders.autoregressive import Autoregressive
 from outpace.distill.prompts import prompt_hash
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Capability, chain
-from outpace.models.files.cache import new_file, write_error
+from outpace.models.files.cache import write_error
 from outpace.models.files.reading import read_optional_json, write_json
 from outpace.models.runtimes import Loaded
 from outpace.rules.greedy import Greedy
@@ -119,8 +119,7 @@ class Journal:
                     f"{folder} was mined with {name} {known.get(name)!r}, now it is {value!r}; name another --out"
                 )
         if not known:
-            with new_file(folder / SETTINGS) as part:
-                write_json(part, settings)
+            write_json(folder / SETTINGS, settings)
         if self._file.exists():
             data = self._file.read_bytes()
             whole_lines = data[: data.rfind(b"\n") + 1]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from outpace.core.errors import UserError
+from outpace.models.files.cache import new_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +106,10 @@ def read_optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if os.path.lexists(file) else {}
 
 
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, indented."""
-    file.write_text(json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file atomically, indented."""
+    with new_file(file) as part:
+        part.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # bfloat16: the upper half of a float32's bits
