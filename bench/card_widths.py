@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from outpace.bench.plot import COLORS, INK, PALE
+from outpace.api.plot import figure_for
+from outpace.bench.plot import COLORS
 from outpace.simulate import trace
 from outpace.simulate.run import simulate
 from outpace.simulate.setups import PLAIN, PassCosts, SetupSizes, parse_curve, setups
@@ -59,32 +58,29 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 def plot(rows: Sequence[Row], args: argparse.Namespace) -> None:
     """Draw a panel for each figure, with a line for each method and cost; the best width is marked."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    peaks: list[float] = []
-    lines = list(dict.fromkeys((row["method"], row["draft"]) for row in rows))
-    for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        for (method, draft), color in zip(lines, COLORS, strict=False):
-            points = sorted((r["width"], r[name]) for r in rows if (r["method"], r["draft"]) == (method, draft))
-            label = f"{method}, draft steps {draft}" if draft else method
-            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=label)
-            if name == "speedup":
-                best = max(points, key=lambda point: point[1])
-                axes.plot(*best, color=color, marker="o", markersize=9, fillstyle="none")
-                below = any(abs(other - best[1]) < 0.3 for other in peaks)  # another curve's label is above
-                peaks.append(best[1])
-                place = (0, -16 if below else 7)
-                axes.annotate(f"{best[1]:.2f}", best, place, textcoords="offset points", ha="center", color=color)
-        axes.set_xscale("log", base=2)
-        widths = sorted({row["width"] for row in rows})
-        axes.set_xticks(widths, list(map(str, widths)))
-        axes.set_title(title, fontsize=10, color=INK)
-        axes.set_xlabel("width of a draft step (K)", fontsize=9, color=INK)
-        axes.grid(color=PALE, linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(y=0.15)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(args.out, dpi=150)
+    with figure_for(args.out, 11, 4) as figure:
+        peaks: list[float] = []
+        lines = list(dict.fromkeys((row["method"], row["draft"]) for row in rows))
+        for axes, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+            for (method, draft), color in zip(lines, COLORS, strict=False):
+                points = sorted((r["width"], r[name]) for r in rows if (r["method"], r["draft"]) == (method, draft))
+                label = f"{method}, draft steps {draft}" if draft else method
+                axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=label)
+                if name == "speedup":
+                    best = max(points, key=lambda point: point[1])
+                    axes.plot(*best, color=color, marker="o", markersize=9, fillstyle="none")
+                    below = any(abs(other - best[1]) < 0.3 for other in peaks)  # another curve's label is above
+                    peaks.append(best[1])
+                    place = (0, -16 if below else 7)
+                    axes.annotate(f"{best[1]:.2f}", best, place, textcoords="offset points", ha="center", color=color)
+            axes.set_xscale("log", base=2)
+            widths = sorted({row["width"] for row in rows})
+            axes.set_xticks(widths, list(map(str, widths)))
+            axes.set_title(title)
+            axes.set_xlabel("width of a draft step (K)")
+            axes.margins(y=0.15)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=2)
 
 
 def main() -> None:
