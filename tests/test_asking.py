@@ -35,7 +35,7 @@ class CopyRun:
         """Write the text and return the speedup over plain decoding."""
         costs, written = CostModel(), [self.text[0]]
         place = place_of(make_request((1,)), 16, costs, (COPIES,))
-        place.committed, place.last_token = written, written[0]
+        place.committed = written
         coroutine = Auto().decode(place, Auto.Options())
         ask, drafting = coroutine.send(None), 0.0
         while len(written) < len(self.text):

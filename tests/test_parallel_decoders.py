@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import QuickToy, decode, make_drafter, make_request, write
+from test_costs import costs_of
 
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.inline import InlineWorker, SimulatedClock
@@ -25,9 +26,10 @@ from outpace.core.types import WORKER
 from outpace.decoders.base import RequestContext
 from outpace.decoders.planned import Planned
 from outpace.drafters._tree_expander import level_frontier
-from outpace.planning.cost_model import CostModel, best_rows
+from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.parallel_policy import PARALLEL, ParallelDraftPolicy
+from outpace.planning.plan import best_rows, best_width
 from outpace.planning.planner import Planner
 from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -205,9 +207,7 @@ def test_rows_are_taken_while_they_pay(
 
 def gain(*leaves: float) -> float:
     """Tokens that waiting for a level below such leaves of the candidate cache gains above its price."""
-    costs = CostModel()
-    for rows in (1, 1, 8, 8):
-        costs.record_round(1, rows, 1, 6.0 + 0.3 * rows, 0.0)
+    costs = costs_of(*((rows, 6.0 + 0.3 * rows) for rows in (1, 2, 8)))
     costs.record_draft(WORKER, 0.5, 1)
     sources = (WORKER,)
     context = RequestContext(request=make_request((1, 2)), committed=[1, 2], costs=costs, budget=8, sources=sources)
@@ -218,7 +218,8 @@ def gain(*leaves: float) -> float:
         tree.add(0, token, log(leaf))
     worker = planner.models[0]
     planner.load_candidates(tree, worker)
-    return planner._best_width(worker, planner._parent_chances(tree, worker, leaves or (1.0,)))[1]
+    parents = planner._parent_chances(tree, worker, leaves or (1.0,))
+    return best_width(parents, worker.gains.value(worker.levels), planner._second_price(worker), lambda width: 0.5)[1]
 
 
 def test_waiting_gains_more_below_few_likely_leaves() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Commit, Draft, DraftSource, Verify
 from outpace.decoders.auto import Auto
 from outpace.decoders.base import RequestContext
-from outpace.planning.cost_model import CostModel
+from outpace.planning.cost_model import READ_WITH_STEP, CostModel
+from outpace.planning.plan import BatchState
 from outpace.planning.planner import Planner
 from outpace.planning.sources import AcceptanceModel, BatchRows, ModelSource
 
@@ -26,21 +26,26 @@ RIGHT, WRONG, COPY = 1, 0, 2
 
 def place_of(
     request: Any, budget: int, costs: CostModel, sources: tuple[DraftSource, ...] = (COPIES, DRAFT), requests: int = 1
-) -> SimpleNamespace:
+) -> RequestContext:
     """What a decoder sees of an engine that runs this number of requests, the others with one row each."""
-    return SimpleNamespace(
+    place = RequestContext(
         request=request,
         budget=budget,
         requests=requests,
-        rows_of_others=requests - 1,
         tokens_left=1000,
-        committed=(RIGHT,),
+        committed=[RIGHT],
         costs=costs,
-        last_token=RIGHT,
-        chains=False,
         sources=sources,
-        batch=BatchRows(requests),
     )
+    place.batch = batch_of(place)
+    return place
+
+
+def batch_of(place: RequestContext, readers: int = 0) -> BatchRows:
+    """The batch of this request and of others like it, `readers` of which the draft model has read."""
+    requests, length = place.requests, len(place.committed)
+    left = float(requests * place.expected_tokens)
+    return BatchRows(requests, state=BatchState(requests, readers, 0, length * (requests - readers), left))
 
 
 class World:
@@ -75,9 +80,12 @@ class World:
                 is_free, ask.tree.current_source = ask.source == COPIES, ask.source.name
                 if is_free and self.free_promise:
                     ask.tree.add(0, COPY, math.log(self.free_promise))
-                seconds = 0.0 if is_free else self.step + self.lag * 0.05  # what was written is read first
-                drafting += seconds
-                self.costs.record_draft(ask.source, seconds, max(ask.width, 1))
+                reading = 0.0 if is_free else self.lag * 0.05  # what was written is read first
+                drafting += reading + (0.0 if is_free else self.step)
+                if self.lag > READ_WITH_STEP and not is_free:
+                    self.costs.record_reading(ask.source, self.lag, reading)
+                else:
+                    self.costs.record_draft(ask.source, 0.0 if is_free else self.step + reading, max(ask.width, 1))
                 ask = coroutine.send(0 if is_free else self.grow(ask.tree))
             elif isinstance(ask, Verify):
                 rows = len(ask.tree)
@@ -88,7 +96,7 @@ class World:
                 self.costs.record_round(1, rows, emitted, seconds, drafting)
                 self.seconds, self.written = self.seconds + seconds, self.written + emitted
                 self.lag += emitted
-                self.place.batch.levels.clear()
+                self.place.batch = batch_of(self.place, int(self.place.num_read > 0))
                 drafting, ask = 0.0, coroutine.send(TokenTree(RIGHT))
         return self.written * PASS / self.seconds
 
@@ -371,7 +379,7 @@ def test_nodes_with_small_chances_are_not_verified_if_rows_cost_time() -> None:
     planner.record_level(tree, planner.models[0])
     # From eight to nine rows it costs two.
     for rows_of_others, chosen in ((0, [0, 1]), (3, [0, 1]), (7, [0])):
-        place.rows_of_others = rows_of_others
+        place.batch.rows = rows_of_others + 1
         assert planner.nodes_to_verify(tree) == chosen
 
 
@@ -426,23 +434,8 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
             tree = chain_of(COPIES, (0.95, 0.9))
             planner.record_lookup(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
-        costs.record_round(4, 3 + len(tree), 4, 6.0, 0.0)
+        costs.record_round(4, 3 + len(tree), 4, 6.0 + 0.75 * (len(tree) - 1), 0.0)
     assert asked > 150 if is_active else 1 < asked < 20, asked
-
-
-def test_a_level_that_few_requests_usually_grow_costs_each_of_them_more() -> None:
-    costs = costs_of((4, 6.0), (8, 6.0), samples=3, requests=4)
-    planner = planner_of(costs, DRAFT, requests=4)
-    model = planner.models[0]
-    for width in (1, 2, 4):
-        costs.record_draft(DRAFT, 0.5, width, 4)
-        costs.record_draft(DRAFT, 0.5, width, 4)
-    planner.begin()
-    model.levels, planner._context.batch.levels = 1, [4]
-    shared = planner._step_price(model)
-    for _ in range(40):
-        costs.sharing(4, 1).learn(1, 4)
-    assert planner._step_price(model) > 3.0 * shared > 0.0
 
 
 def test_a_batch_tries_its_draft_at_once() -> None:
@@ -450,26 +443,9 @@ def test_a_batch_tries_its_draft_at_once() -> None:
     costs = costs_of((32, 7.8), samples=3, requests=32)
     planner = planner_of(costs, DRAFT, requests=32)
     planner._context.tokens_left = 128
-    while costs.is_paused(32):
-        costs.record_round(32, 32, 32, 7.8, 0.0)
     planner.begin()
     assert planner.next_width(tree_of(DRAFT), planner.models[0]) == 1
-    assert planner.models[0].is_trial
-
-
-def test_rounds_of_several_requests_are_not_planned_while_none_drafts() -> None:
-    """At most four in a row; one drafted row ends the pause, and a single request always plans."""
-    costs = costs_of((1, 6.0), (2, 6.5))
-    paused = []
-    for _ in range(20):
-        paused.append(costs.is_paused(2))
-        costs.record_round(2, 2, 2, 6.5, 0.0)
-    assert paused == [False, True, False, True, True, *([False] + [True] * 4) * 3]
-    costs.record_round(2, 3, 3, 6.5, 0.0)
-    assert not costs.is_paused(2)
-    costs.record_round(2, 2, 2, 6.5, 0.0)
-    assert costs.is_paused(2)
-    assert not costs.is_paused(1)
+    assert planner._context.batch.new_readers == 0, "one request tries it for all"
 
 
 def steps_of_a_bad_model(requests: int, answers: int) -> int:
@@ -488,7 +464,7 @@ def steps_of_a_bad_model(requests: int, answers: int) -> int:
                 planner.record_level(tree, planner.models[0])
             planner.learn(tree, [0])
             costs.record_round(requests, requests + len(tree) - 1, requests, 6.0, 0.0)
-            planner._context.batch.levels.clear()
+            planner._context.batch = batch_of(planner._context, requests * (planner._context.num_read > 0))
     return asked
 
 
@@ -508,9 +484,9 @@ def test_rules_that_judge_draws_are_refused() -> None:
 @pytest.mark.parametrize(("most", "is_read"), [(64, False), (512, True), (4096, True)])
 def test_a_large_limit_of_tokens_does_not_make_a_long_prompt_worth_reading(most: int, is_read: bool) -> None:
     """Clients that set no limit get one of thousands of tokens, and write ten."""
-    context = SimpleNamespace(tokens_left=most, requests=1)
-    source = ModelSource.__new__(ModelSource)
-    source._context, source._costs = context, SimpleNamespace(pass_seconds=lambda requests: 0.03)
-    assert source.expected_tokens == min(most, 512)
+    place = place_of(None, 8, costs_of((1, 0.03)))
+    place.tokens_left = most
+    source = ModelSource(DRAFT, place)
+    assert place.expected_tokens == min(most, 512)
     assert (source.may_save() > 2.0) is is_read, "a prompt that takes two seconds to read"
     assert source.may_save() < 30.0, "one that takes half a minute"

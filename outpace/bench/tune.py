@@ -99,7 +99,8 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
             method: dict[str, Any] = {"method": "speculative", "drafter": drafter} if rows > 1 else {"method": PLAIN}
             with LLM(target, draft if rows > 1 else None, nodes=rows, **method) as llm:
                 llm.generate(prompts[:1], max_tokens=min(24, options.max_tokens))
-                costs.load_state_dict(costs.state_dict() | {"rounds": llm.engine.costs.state_dict()["rounds"]})
+                known, timed = costs.state_dict(), llm.engine.costs.state_dict()
+                costs.load_state_dict(known | {kind: known[kind] | timed[kind] for kind in ("plain", "rounds")})
             progress("rounds", (place + 1) / len(options.rows))
         rates = _race(llms, prompts, options, progress)
         chosen = PLANNED if rates.get(PLANNED, 0.0) > PARALLEL_GAIN * rates[AUTO] else AUTO
@@ -109,7 +110,7 @@ def tune(target: Loaded, draft: Loaded | None, options: TuneOptions, progress: P
         learned = costs.state_dict()
     rounds, steps = (
         {int(rows): times[rows] for rows in sorted(times, key=int)}
-        for times in (learned["rounds"], learned["draft"].get(runs, {}))
+        for times in (learned["rounds"] | learned["plain"], learned["draft"].get(runs, {}))
     )
     drafts = {one.name: rates.pop(f"{SINGLE}{one.name}") for one in singles}
     ranked = dict(sorted(drafts.items(), key=itemgetter(1), reverse=True))

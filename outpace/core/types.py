@@ -425,6 +425,11 @@ class DraftState:
         self.tokens = list(self.request.prompt)
 
     @property
+    def unread(self) -> int:
+        """Number of committed tokens that a model has not read."""
+        return 0
+
+    @property
     def held_prefix(self) -> int:
         """Number of positions, from the beginning of the text, that `copy_prefix` can copy from this state."""
         return 0

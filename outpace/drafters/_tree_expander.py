@@ -101,6 +101,11 @@ class ExpansionState(DraftState):
         self.ranked_by_model = picks_best_scores(self.request)
 
     @property
+    def unread(self) -> int:
+        """Number of committed tokens that the session lacks, at least 0."""
+        return 0 if self.session is None else max(self.missing, 0)
+
+    @property
     def missing(self) -> int:
         """Number of committed tokens before the root that the session lacks."""
         return len(self.tokens) - 1 - self.start - self.session.length

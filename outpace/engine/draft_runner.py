@@ -18,7 +18,7 @@ from outpace.core.types import WORKER, Await, Draft, Drafter, DraftSource, Obser
 from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
-from outpace.planning.cost_model import CostModel
+from outpace.planning.cost_model import READ_WITH_STEP, CostModel, DraftTimes
 
 if TYPE_CHECKING:
     from outpace.card.worker import DraftWorker
@@ -45,7 +45,7 @@ class DraftRunner:
         self._vocab_size = vocab_size
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
-        self.spent = 0.0  # seconds of drafting and of waiting for a worker in this step
+        self._times = DraftTimes()  # since they were taken last
 
     @property
     def drafter(self) -> Drafter | None:
@@ -193,9 +193,15 @@ class DraftRunner:
         for sequence in waiting:
             sequence.advance(None)
         seconds = self._clock() - began
-        self.spent += seconds
+        self._times.seconds += seconds
+        self._times.expected += seconds
         if drafting:
             self._costs.record_draft(WORKER, seconds, 1, len(drafting))
+
+    def take_times(self) -> DraftTimes:
+        """Return what drafting has taken since this was called last."""
+        times, self._times = self._times, DraftTimes()
+        return times
 
     def check_worker(self) -> None:
         """Warn if the worker has failed: once while it restarts, and once when it is given up."""
@@ -279,19 +285,52 @@ class DraftRunner:
                 sequence.draft.state = None
                 sequence.advance(0)
             return
-        sizes = [*map(len, trees)]
+        observed, sizes = self._clock(), [*map(len, trees)]
+        unread = sum([state.unread for state in states])
         self.run_guarded(name, drafter.grow, states, trees)
+        read = unread - sum([state.unread for state in states]) if unread else 0
         added = [*map(sub, map(len, trees), sizes)]
-        grown, width = self._clock(), sum([tree.width or 1 for tree in trees])
-        if source is not None and self.num_captures > before:
-            self._costs.note_catch_up(source)  # a capture takes longer than a draft step
+        grown = self._clock()
         for sequence, count in zip(sequences, added, strict=True):
             sequence.draft.seconds += grown - began
             sequence.advance(count)
         ended = self._clock()
-        self.spent += ended - began
-        if source is not None and (any(added) or not source.runs_model):
-            self._costs.record_draft(source, ended - began, width, len(trees))
+        self._times.seconds += ended - began
+        if source is not None and source.runs_model:
+            has_captured, nodes = self.num_captures > before, [tree.width or 1 for tree in trees]
+            self._record_growth(source, nodes, any(added), read, grown - observed, ended - grown, has_captured)
+        else:
+            self._times.expected += ended - began
+            if source is not None:
+                self._costs.record_draft(source, ended - began, 1, len(trees))
+
+    def _record_growth(
+        self,
+        source: DraftSource,
+        nodes: Sequence[int],
+        has_grown: bool,
+        read: int,
+        seconds: float,
+        planning: float,
+        has_captured: bool,
+    ) -> None:
+        """Record a growth by a model that read `read` tokens of texts and, if `has_grown`, expanded `nodes` of each
+        tree. Reading and the capture of a graph are not part of a draft step."""
+        costs, width = self._costs, sum(nodes)
+        step = costs.step_seconds(source, width) if has_grown else 0.0
+        self._times.steps += has_grown
+        if has_captured:
+            costs.captures[source.name].record(len(nodes), max(nodes), seconds - step)
+            self._times.expected += seconds + planning
+            return
+        costs.captures[source.name].record(len(nodes), max(nodes))
+        if read > READ_WITH_STEP * len(nodes):
+            costs.record_reading(source, read, seconds - step)
+            self._times.expected += seconds + planning
+            self._times.has_read = True
+        elif has_grown:
+            self._times.expected += step
+            costs.record_draft(source, seconds + planning, width, len(nodes))
 
     def run_guarded(self, name: str | None, call: Callable[..., T], *arguments: Any) -> T | None:
         """Call a drafter; if it raises, give it up and return None."""

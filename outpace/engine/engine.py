@@ -27,7 +27,7 @@ from outpace.engine.scheduler import PrefillCostModel, Scheduler, Span, Unread, 
 from outpace.engine.sequence import State, StopCheck, TokenSequence, check_request, check_rule_needs, run_guarded
 from outpace.engine.target_runner import PrefillOutput, TargetRunner, VerifyOutput, record_logprobs
 from outpace.models.base import Model, Part, chain, check_needs
-from outpace.planning.cost_model import CostModel
+from outpace.planning.cost_model import CostModel, DraftTimes
 from outpace.planning.sources import BatchRows
 from outpace.rules.base import FailedRow
 
@@ -98,7 +98,6 @@ class Engine(AbstractContextManager["Engine"]):
         self._scheduler = Scheduler(self.memory, self.drafting, self.options.batch, clock, self._answers)
         self._keys = itertools.count()
         self.costs.expect_draft_steps(self.target, named.values())
-        self._planned = BatchRows()  # of this round
         self._is_closed = self._is_in_round = False
 
     def __exit__(self, *error: object) -> None:
@@ -206,15 +205,16 @@ class Engine(AbstractContextManager["Engine"]):
     def _run_round(self, meanwhile: Callable[[], None] | None) -> list[TokenSequence]:
         """Run one round; return the requests that wrote tokens or could not be started."""
         start = self._clock()
+        self.costs.begin_round(start if self.running else None)
         admitted = self._scheduler.admit()
-        self.drafting.spent = 0.0
+        self.drafting.take_times()
         try:
             self._resume_decoders()
             self.drafting.run_drafters(self.running)  # grows trees until every decoder wants to verify
         except Exception as error:
             self._scheduler.fail(self.running, error)
         # Only the drafting before the pass: learning after it takes longer with more rows and is charged to them.
-        drafting = self.drafting.spent
+        drafting = self.drafting.take_times()
         batch = self._build_batch()
         if not (sequences := batch.sequences):
             return [sequence for sequence in admitted if sequence.state is State.DONE]
@@ -222,8 +222,7 @@ class Engine(AbstractContextManager["Engine"]):
             output = self._verify(batch, meanwhile)
             self._add_chunks(batch, output)
             self._commit(batch, output, start)
-            if not output.has_captured:
-                self._record_costs(batch, self._clock() - start, drafting)
+            self._record_times(batch, output, drafting, start)
         except Exception as error:
             self._scheduler.fail(sequences, error)
         wrote = [sequence for sequence, _ in batch.trees]
@@ -231,15 +230,13 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
-        running, batch = self._scheduler.running, BatchRows()
-        self._planned = batch
+        running = self._scheduler.running
         for sequence in running:
             context, max_nodes = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
             context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
             # The last token needs no draft.
             context.budget = max(1, min(max_nodes, self._max_rows // len(running))) if context.tokens_left > 1 else 1
-            context.requests, context.batch = len(running), batch
-            batch.rows += context.rows
+        BatchRows.of([sequence.context for sequence in running])
         for sequence in running:
             sequence.resume()
 
@@ -349,13 +346,25 @@ class Engine(AbstractContextManager["Engine"]):
         if sequence.finish_reason is None:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 
-    def _record_costs(self, batch: Batch, seconds: float, drafting: float) -> None:
-        """Record the time of a step with trees alone or prompts alone. The first round of an answer, when caches are
-        cold, counts only if no other round was timed."""
+    def _record_times(self, batch: Batch, output: BatchOutput, drafting: DraftTimes, start: float) -> None:
+        """Record the time of a step with trees alone or prompts alone, and how long the capture of a graph took."""
+        end = self._clock()
+        seconds, sizes, costs = end - start, [len(tree) for _, tree in batch.trees], self.costs
         if batch.chunks:
-            if not batch.trees:
-                self.costs.record_prefill(sum(len(part.tokens) for _, part in batch.chunks), seconds)
-            return
+            if not sizes and not output.has_captured:
+                costs.record_prefill(sum(len(part.tokens) for _, part in batch.chunks), seconds)
+        elif output.has_captured:
+            more = seconds - drafting.seconds - costs.pass_seconds(sum(sizes))
+            costs.captures[""].record(len(sizes), max(sizes), more)
+        else:
+            costs.captures[""].record(len(sizes), max(sizes))
+            if not drafting.has_read:
+                costs.end_round(len(sizes), sum(sizes), drafting, seconds, end)
+            self._record_round(batch, seconds, drafting.seconds)
+
+    def _record_round(self, batch: Batch, seconds: float, drafting: float) -> None:
+        """Record the time of a round. The first round of an answer, when caches are cold, counts only if no other round
+        was timed."""
         rows = tokens = 0
         is_first = False
         for sequence, _ in batch.trees:
@@ -367,4 +376,3 @@ class Engine(AbstractContextManager["Engine"]):
         if is_first and self.costs.is_timed(rows, 1):
             return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)
-        self.costs.record_levels(len(batch.trees), self._planned.levels)

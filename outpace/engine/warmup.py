@@ -22,7 +22,9 @@ from outpace.engine.build import find_rule
 from outpace.engine.engine import Engine
 
 SECONDS = 0.2  # after this time no further round begins
-_ROWS = (1, 1, 4, 4, 8, 8, 2, 2, 1, 1, 1)  # of each round; most informative first, and caches are cold in the first few
+# Rows of each round, the most informative first. Caches are cold in the first few, and a round that follows one of the
+# other kind, plain or with drafts, is not timed.
+_ROWS = (1, 1, 4, 4, 4, 8, 8, 2, 2, 1, 1, 1)
 _LEVELS = 2  # that a draft model grows in a round of several rows
 
 
@@ -64,24 +66,21 @@ class WarmUp(Decoder):
     name = "warmup"
 
     def decode(self, context: RequestContext, options: MethodOptions) -> DecoderGenerator:
-        tree, has_read = TokenTree(context.last_token), False
+        tree = TokenTree(context.last_token)
         for rows in cycle(_ROWS):
             rows = min(rows, context.budget)
             if rows > 1:
-                yield from _grow(tree, context, has_read)
-                has_read = True
+                yield from _grow(tree, context)
                 _fill(tree, rows)
                 tree = tree.copy(range(rows))
             picks = yield Verify(tree)
             tree = yield Commit(tree, context.request.rule.walk(tree, picks))
 
 
-def _grow(tree: TokenTree, context: RequestContext, has_read: bool) -> Generator[Any, Any, None]:
-    """Grow levels of the draft models and record their times, except where a model first reads the text."""
+def _grow(tree: TokenTree, context: RequestContext) -> Generator[Any, Any, None]:
+    """Grow levels of the draft models."""
     for source in context.sources:
-        for level in range(_LEVELS if source.runs_model else 0):
-            if not level and not has_read:
-                context.costs.note_catch_up(source)
+        for _ in range(_LEVELS if source.runs_model else 0):
             yield Draft(tree, source)
 
 

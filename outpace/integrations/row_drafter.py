@@ -79,7 +79,6 @@ class RowDrafter:
         self._draft_length, self._max_positions, self._max_rows = draft_length, max_positions, max_rows
         self._clock, self._keys = clock, itertools.count()
         self._rows: list[DraftedRow | None] = []  # by row of the last call
-        self._planned = BatchRows()
         self._began = 0.0  # when the last call began
         self._drafted = 0.0  # seconds that it spent on drafting
 
@@ -136,7 +135,7 @@ class RowDrafter:
         """Give each decoder the target's tokens, and record how long the pass took, unless it read a prompt too."""
         rows = sum(len(one.chain) if one.chain is not None else 1 for one in found.values())
         is_first = any(not one.rounds for one in found.values())
-        self._drafting.spent = 0.0
+        self._drafting.take_times()
         written = {row: [int(token) for token in sampled[row]] for row in found}
         for row, drafted in found.items():
             if drafted.chain is not None:
@@ -153,8 +152,7 @@ class RowDrafter:
             return
         tokens_written, seconds = sum(map(len, sampled)), now - self._began
         self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted)
-        self._costs.record_levels(len(found), self._planned.levels)
-        if rows > len(found) > 1 and (plain := self._costs.pass_seconds(len(found))):
+        if rows > len(found) > 1 and (plain := self._costs.plain_seconds(len(found))):
             self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
             self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)
 
@@ -190,22 +188,20 @@ class RowDrafter:
 
     def _draft(self, rows: Sequence[DraftedRow]) -> None:
         """Start the next round of all rows and draft until every decoder wants to verify."""
-        batch = self._planned = BatchRows()
         may_draft = self._may_draft(len(rows))
         for drafted in rows:
             context = drafted.sequence.context
             context.budget = min(self._draft_length + 1, self._max_rows // len(rows)) if may_draft else 1
-            context.requests, context.batch = len(rows), batch
             context.tokens_left = max(self._max_positions - drafted.length, 1)
-            batch.rows += context.rows
-        self._drafting.spent = 0.0
+        BatchRows.of([drafted.sequence.context for drafted in rows])
+        self._drafting.take_times()
         for drafted in rows:
             if drafted.sequence.finish_reason is None:
                 root, drafted.sequence.root = drafted.sequence.root, None
                 drafted.sequence.advance(root)
         self._drafting.run_drafters([drafted.sequence for drafted in rows])
         self._drafting.check_worker()
-        self._drafted = self._drafting.spent
+        self._drafted = self._drafting.take_times().seconds
 
     def _chain(self, drafted: DraftedRow) -> list[int]:
         """Return the tokens of a row's chain. A failed decoder raises."""

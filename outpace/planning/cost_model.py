@@ -8,34 +8,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
-from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LevelGains
+from outpace.planning.estimators import Captures, Excess, ExplorationBudget, LatencyCurve, LevelGains, Line
+from outpace.planning.plan import Estimates, best_rows
 
 _CALIBRATION_FADE = (
     0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 )
 _SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
 _GAIN_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
-_EVERY = 12  # at most one round in this many is a plain round that is run to measure its time
-_CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
-_LEVELS = 8  # draft levels with estimates of their own
-MAX_PAUSE = 4  # longest run of rounds that decode plainly without a plan
 _LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
 PRIOR_GAIN = 0.6  # prior: tokens that a level adds, per unit of acceptance probability at the leaves
+_ACCEPTANCE_FADE = 0.98
+_CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
+_STALE = 96  # rounds after which plain decoding is timed again
+_MAX_EXCESS = 4.0  # plain rounds; a longer pause says nothing about the next round
+READ_WITH_STEP = 2  # tokens that a model reads with its next draft step
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
 _REQUEST_GAIN_FADE = 0.93  # the same for the gains of levels: a draft that turns bad must be given up
 
 
-class Prices(NamedTuple):
-    """Prices by which the rounds of some number of requests are planned."""
+@dataclass
+class DraftTimes:
+    """What drafting took in a part of a round."""
 
-    tokens_per_second: float
-    is_known: bool  # whether a round of plain decoding was timed
+    seconds: float = 0.0  # with waits for a worker
+    expected: float = 0.0  # seconds that were expected of this, as far as anything was known
+    steps: int = 0
+    has_read: bool = False  # whether a model has read texts
 
 
 class CostModel:
@@ -45,61 +52,101 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._rounds = LatencyCurve()
-        self._pause, self._planned_from = 0, 0  # see `is_paused`
+        self._plain = LatencyCurve()  # rounds of plain decoding, by requests
+        self._drafted = LatencyCurve(self._plain.seconds)  # rounds with drafts, by rows
+        self._was_plain = True  # the last round
+        self._plain_timed: dict[int, int] = {}  # by requests: number of the round of plain decoding timed last
+        self._plain_until = 0  # see `needs_plain_round`
+        self._excess: dict[int, Excess] = {}  # by the bit length of requests
+        self._ended: tuple[int, int, float, float] | None = None  # requests, draft steps, excess, and end of a round
         self.exploration = ExplorationBudget()
         self.last_pass_seconds = 0.0  # seconds of the last round without its drafting
         self._steps: dict[str, LatencyCurve] = {}  # by source: a draft step by nodes expanded; a lookup by request
-        self._catching_up: set[str] = set()  # see `note_catch_up`
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
-        self._sharing = defaultdict[tuple[int, int], DecayedMean](partial(DecayedMean, 1.0, 4.0))  # see `sharing`
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
+        self._reading = defaultdict[str, Line](Line)  # by source: seconds in which its model reads a number of tokens
+        self.captures = defaultdict[str, Captures](Captures)  # by source; the target's are those of ""
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._factors = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _CALIBRATION_FADE))  # by source
-        self._level_gains: dict[str, dict[int, LevelGains]] = {}  # by source and requests
-        self._prices: dict[int, Prices] = {}  # by requests; cleared when a measurement changes them
+        self._level_gains: dict[str, LevelGains] = {}  # by source
+        self._acceptance: dict[str, LevelGains] = {}  # by source
         gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _CALIBRATION_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
         self._statistics: dict[str, DecayedMean] = {}  # see `statistic`
 
     @property
     def num_rounds(self) -> int:
-        return self._rounds.num_rounds
+        return self._plain.num_rounds + self._drafted.num_rounds
+
+    def estimates(self, source: DraftSource, requests: int) -> Estimates:
+        """Return what is known of rounds of this many requests that draft with this source."""
+        target, graphs, excess = self.captures[""], self.captures[source.name], self.excess(requests)
+        return Estimates(
+            self.plain_seconds(requests) + excess.plain.value,
+            self.pass_seconds,
+            self._step_curve(source).seconds,
+            excess.drafted,
+            self.acceptance(source).value,
+            partial(self.draft_prefill_seconds, source),
+            lambda drafting, levels: target.seconds(requests, levels + 1) + graphs.seconds(drafting, 1),
+        )
+
+    def excess(self, requests: int) -> Excess:
+        """Return what rounds of about this many requests take beyond what is expected; of a new number, a copy of the
+        nearest one's."""
+        key = requests.bit_length()
+        if key not in self._excess:
+            near = min(self._excess, key=lambda known: (abs(known - key), -known), default=None)
+            self._excess[key] = Excess() if near is None else deepcopy(self._excess[near])
+        return self._excess[key]
+
+    def begin_round(self, start: float | None) -> None:
+        """Begin a round: the pause since the last one is part of what that took. `start` is None if no request has
+        waited."""
+        if self._ended is None:
+            return
+        requests, steps, excess, end = self._ended
+        self._ended, limit = None, _MAX_EXCESS * self.plain_seconds(requests)
+        excess = max(min(excess + (0.0 if start is None else start - end), limit), -limit)
+        self.excess(requests).learn(steps, excess)
+
+    def end_round(self, requests: int, rows: int, drafting: DraftTimes, seconds: float, end: float) -> None:
+        """End a round, before it is recorded. A plain round after one with drafts says nothing: it may pay for that."""
+        if not drafting.steps and (rows > requests or not self._was_plain):
+            return
+        excess = drafting.seconds - drafting.expected
+        curve, count = (self._drafted, rows) if drafting.steps else (self._plain, requests)
+        if curve.is_timed(count):
+            excess += seconds - drafting.seconds - curve.seconds(count)
+        self._ended = requests, drafting.steps, excess, end
 
     def record_round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
         """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
-        pass."""
-        was_planned = not self.is_paused(requests)
+        pass. It is timed only if the round before was of its kind: what follows from drafts may take time later."""
         self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
-        known = self._prices.get(requests)
-        if self._rounds.learn(rows, seconds - drafting) or known is None or not known.is_known:
-            self._prices.clear()
+        is_plain = rows <= requests
+        if is_plain and (self._was_plain or not self._plain.is_timed(requests)):
+            self._plain.learn(requests, seconds - drafting)
+            self._plain_timed[requests] = self.num_rounds
+            self._drafted.clear_caches()
+        elif not is_plain and not self._was_plain:
+            self._drafted.learn(rows, seconds - drafting)
+        self._was_plain = is_plain
         self._rates[requests].learn(tokens, seconds)
-        if rows > requests:
-            self._pause = self._planned_from = 0
-        elif was_planned:
-            self._pause = min(2 * self._pause or 1, MAX_PAUSE)
-            self._planned_from = self.num_rounds + self._pause
 
-    def is_paused(self, requests: int) -> bool:
-        """Return whether requests without a worker whose lookups gain nothing decode plainly without a plan in the next
-        round. Planning costs host time: if none drafted in the last planned round, up to four are not planned."""
-        return requests > 1 and self.num_rounds < self._planned_from
-
-    def prices(self, requests: int) -> Prices:
-        """Return the prices of the next round of this many requests: the same for each, recomputed after changes."""
-        prices = self._prices.get(requests)
-        if prices is None:
-            prices = Prices(self.tokens_per_second(requests), requests <= self._rounds.widest)
-            self._prices[requests] = prices
-        return prices
+    def is_known(self, requests: int) -> bool:
+        """Return whether plain decoding of at least this many requests was timed."""
+        return self._plain.is_known(requests)
 
     def needs_plain_round(self, requests: int) -> bool:
-        """Return whether all requests should run one round of plain decoding, because none was timed recently and
-        drafting is not much faster than the last that was."""
-        is_close = self.num_rounds % _EVERY == 0 and self.speedup(requests) < _CLEAR
-        return is_close and self._rounds.is_stale(requests)
+        """Return whether all requests should run a round of plain decoding, because none was timed recently and
+        drafting is not much faster than the last that was. Two rounds follow each other, since only the second is
+        timed."""
+        number = self.num_rounds
+        if number >= self._plain_until and self.speedup(requests) < _CLEAR and self._is_stale(requests):
+            self._plain_until = number + 2
+        return number < self._plain_until
 
     def calibration_factor(self, source: str, length: int = 0) -> DecayedMean:
         """Return the ratio of accepted tokens to the sum of their predicted chances, for the source with this name.
@@ -128,20 +175,18 @@ class CostModel:
         """Return the decayed mean that a decoder keeps under this name."""
         return self._statistics.setdefault(name, DecayedMean(prior, weight, _GAIN_FADE))
 
-    def level_gains(self, source: DraftSource, requests: int = 1) -> LevelGains:
+    def level_gains(self, source: DraftSource) -> LevelGains:
         """Return the tokens that levels of this source add, less the price of their rows, per unit of the chance that
-        the walk reaches them. Those of a new number of requests start from the nearest one's."""
-        known = self._level_gains.setdefault(source.name, {})
-        if requests not in known:
-            gains = LevelGains(PRIOR_GAIN, _GAIN_FADE)
-            if known:
-                gains.load_state_dict(known[nearest(known, requests)].state_dict())
-            known[requests] = gains
-        return known[requests]
+        the walk reaches them."""
+        return self._level_gains.setdefault(source.name, LevelGains(PRIOR_GAIN, _GAIN_FADE))
 
     def initial_level_gains(self, source: DraftSource) -> LevelGains:
         """Return `level_gains` for one request that runs alone, which start from the common first level's."""
         return LevelGains(self.level_gains(source).value(0), _REQUEST_GAIN_FADE)
+
+    def acceptance(self, source: DraftSource) -> LevelGains:
+        """Return the chance that the target accepts a token of a level of this source after one of the level above."""
+        return self._acceptance.setdefault(source.name, LevelGains(PRIOR_GAIN, _ACCEPTANCE_FADE))
 
     def _step_curve(self, source: DraftSource) -> LatencyCurve:
         """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
@@ -156,37 +201,21 @@ class CostModel:
     def record_draft(self, source: DraftSource, seconds: float, width: int, requests: int = 1) -> None:
         """Record a growth of the trees of `requests` requests by one source: a forward that expanded `width` nodes of
         all of them together, or lookups; `seconds` include the host's time for planning the next growth."""
-        if source.name in self._catching_up:
-            self._catching_up.remove(source.name)
-        elif source.runs_model and source.name != WORKER.name:
+        if source.runs_model and source.name != WORKER.name:
             self._step_curve(source).learn(width, seconds)
         else:
             self._step_curve(source).learn(1, seconds / requests)
 
-    def note_catch_up(self, source: DraftSource) -> None:
-        """Note that in its next growth this model reads text that it did not propose, so that its time is not that of a
-        draft step."""
-        self._catching_up.add(source.name)
+    def step_seconds(self, source: DraftSource, width: int) -> float:
+        """Return the expected seconds of a draft step that expands `width` nodes of all requests together."""
+        return self._step_curve(source).seconds(width)
 
-    def draft_seconds(self, source: DraftSource, requests: float = 1, width: int = 1) -> float:
+    def draft_seconds(self, source: DraftSource, requests: int = 1, width: int = 1) -> float:
         """Return one request's share of a draft step in which each of `requests` requests expands `width` nodes, or 0
         while nothing is known. Requests do not share lookups or waits for a worker."""
-        curve = self._steps.get(source.name) or self._step_curve(source)
         if source.runs_model and source.name != WORKER.name:
-            return curve.seconds(round(width * requests)) / requests
-        return curve.seconds(1)
-
-    def sharing(self, requests: int, level: int) -> DecayedMean:
-        """Return the share of the requests with the level above (all for the first) that grow this level where any
-        does: they share its forward."""
-        return self._sharing[requests, min(level, _LEVELS)]
-
-    def record_levels(self, requests: int, levels: Sequence[int]) -> None:
-        """Record in how many of the round's requests each draft level was grown."""
-        before = requests
-        for level, growing in enumerate(levels if requests > 1 else ()):
-            self.sharing(requests, level).learn(growing, before)
-            before = growing
+            return self.step_seconds(source, width * requests) / requests
+        return self.step_seconds(source, 1)
 
     def expect_draft_steps(self, target: Model, drafters: Iterable[Drafter]) -> None:
         """Set priors for draft steps from the sizes of the weights: passes over few rows are bound by memory."""
@@ -205,13 +234,19 @@ class CostModel:
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Record a target pass that read `tokens` prompt tokens and nothing else."""
         self._prefill.learn(seconds, tokens)
-        self._rounds.learn_prefill(tokens, seconds)
-        self._prices.clear()
+        self._plain.learn_prefill(tokens, seconds)
+        self._drafted.learn_prefill(tokens, seconds)
+
+    def record_reading(self, source: DraftSource, tokens: int, seconds: float) -> None:
+        """Record that a source's model read this many tokens of texts in one growth."""
+        self._reading[source.name].learn(tokens, seconds)
 
     def draft_prefill_seconds(self, source: DraftSource, tokens: int) -> float:
-        """Return the expected seconds that a source's model needs to read a text of `tokens` tokens."""
+        """Return the expected seconds that a source's model needs to read `tokens` tokens of texts. A few are read with
+        the next draft step."""
         read = tokens if source.reads is None else min(tokens, source.reads)
-        return self._shares.get(source.name, 0.0) * self._prefill.value * read
+        token = self._shares.get(source.name, 0.0) * self._prefill.value  # its share of what the target takes
+        return max(self._reading[source.name].value(read, token), 0.0) if read > READ_WITH_STEP else 0.0
 
     def reading_seconds(self, rows: int) -> float:
         """Return how long texts may be read in a round in which requests that write verify `rows` rows: as long as
@@ -220,55 +255,73 @@ class CostModel:
 
     def is_timed(self, rows: int, samples: int) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
-        return self._rounds.is_timed(rows, samples)
+        return self._plain.is_timed(rows, samples) or self._drafted.is_timed(rows, samples)
 
-    def is_untimed(self, rows: int) -> bool:
-        """Return whether the time of a pass over `rows` rows is unknown or stale."""
-        return self._rounds.is_untimed(rows)
+    def _is_stale(self, requests: int) -> bool:
+        """Return whether plain decoding was timed, but not in the last `_STALE` rounds."""
+        return self._plain.is_timed(requests) and self.num_rounds - self._plain_timed.get(requests, 0) > _STALE
+
+    def plain_seconds(self, requests: int) -> float:
+        """Return the expected seconds of a round of plain decoding, or 0 while unknown."""
+        return self._plain.seconds(requests) or self._drafted.seconds(requests)
 
     def pass_seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows without its drafting, or 0 while unknown."""
-        return self._rounds.seconds(rows)
+        return self._drafted.seconds(rows)
 
     def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
         """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""
-        return self._rounds.extra_seconds(rows, count)
+        return self._drafted.extra_seconds(rows, count)
 
     def max_extra_rows(self, others: int) -> int:
         """Return how many rows a request may try besides its root, while other requests have `others` rows."""
-        return self._rounds.max_extra_rows(others)
+        return self._drafted.max_extra_rows(others)
 
-    def best_rows(self, chances: Sequence[float], others: int, price: float) -> tuple[int, float]:
-        """Apply `best_rows` to nodes with these falling chances, while other requests have `others` rows."""
-        rounds = self._rounds
-        extra = rounds.extra_seconds(others + 1, min(rounds.max_extra_rows(others), len(chances)))
-        return best_rows(chances, extra, price)
+    def best_rows(self, chances: Sequence[float], others: int, price: float, share: float = 0.0) -> tuple[int, float]:
+        """Apply `best_rows` to nodes with these falling chances, while other requests have `others` rows. Any row
+        besides the root's takes `share` seconds more."""
+        count = min(self._drafted.max_extra_rows(others), len(chances))
+        extra = self._drafted.extra_seconds(others + 1, count)
+        return best_rows(chances, [share + seconds for seconds in extra] if share else extra, price)
+
+    def share_of_drafts(self, requests: int) -> float:
+        """Return each request's share of what a round with drafts takes more than a plain one, without its rows."""
+        return max(self.pass_seconds(requests) - self.plain_seconds(requests), 0.0) / requests
 
     def tokens_per_second(self, requests: int) -> float:
         """Return the price of a second in tokens: the current rate, at least that of plain decoding; 0: unknown."""
-        plain = self.pass_seconds(requests)
+        plain = self.plain_seconds(requests)
         speedup = self.speedup(nearest(self._rates, requests)) if self._rates else 1.0
         return max(speedup, 1.0) * requests / plain if plain else 0.0
 
     def forget_rates(self) -> None:
-        """Forget the current rates, where the next texts have nothing to do with the last."""
+        """Forget the current rates and what rounds take beyond their parts, where the next texts have nothing to do
+        with the last."""
         self._rates.clear()
-        self._prices.clear()
+        self._excess.clear()
+        self._ended = None
 
     def speedup(self, requests: int) -> float:
         """Return the current rate divided by that of plain decoding of as many requests; 0: unknown."""
-        plain = self.pass_seconds(requests)
+        plain = self.plain_seconds(requests)
         return self._rates[requests].value * plain / requests if requests in self._rates else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        growth = {name: known[min(known)].state_dict() for name, known in self._level_gains.items() if known}
         factors = {name: mean.value for name, mean in self._factors.items()}
         draft = {name: curve.state_dict() for name, curve in self._steps.items()}
-        return {"rounds": self._rounds.state_dict(), "draft": draft, "trust": factors, "growth": growth}
+        return {
+            "plain": self._plain.state_dict(),
+            "rounds": self._drafted.state_dict(),
+            "draft": draft,
+            "trust": factors,
+            "growth": {name: gains.state_dict() for name, gains in self._level_gains.items()},
+            "acceptance": {name: chances.state_dict() for name, chances in self._acceptance.items()},
+        }
 
     def load_state_dict(self, profile: Mapping[str, Any]) -> None:
         """Start from what a profile stored."""
-        self._rounds.load_state_dict(profile["rounds"])
+        self._plain.load_state_dict(profile["plain"])
+        self._drafted.load_state_dict(profile["rounds"])
         for name, times in profile["draft"].items():
             self._step_curve(DraftSource(name, True)).load_state_dict(times)
         self._factors |= {
@@ -276,23 +329,10 @@ class CostModel:
         }
         for name, values in profile["growth"].items():
             self.level_gains(DraftSource(name, True)).load_state_dict(values)
-        self._prices.clear()
+        for name, values in profile["acceptance"].items():
+            self.acceptance(DraftSource(name, True)).load_state_dict(values)
 
 
 def nearest(known: Iterable[int], requests: int) -> int:
     """Return the known number of requests that is nearest to `requests`; of two the smaller."""
     return min(known, key=lambda count: (abs(count - requests), count))
-
-
-def best_rows(chances: Sequence[float], extra: Sequence[float], price: float) -> tuple[int, float]:
-    """Return how many rows pay, the root's included, and their chances minus their price.
-
-    `chances` of the nodes fall; `extra` are the seconds of 1, 2, ... rows besides the root's.
-    """
-    best, best_worth, gain = 0, 0.0, 0.0
-    for count, (chance, seconds) in enumerate(zip(chances, extra, strict=False), 1):
-        gain += chance
-        worth = gain - price * seconds
-        if worth > best_worth:
-            best, best_worth = count, worth
-    return best + 1, best_worth

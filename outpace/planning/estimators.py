@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from statistics import median_low
 
+from outpace.core.stats import DecayedMean
+
 WINDOW = 9  # samples kept for each key; their median counts
 MIN_SAMPLES = 2  # a key with fewer samples has no median
 _REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
@@ -21,7 +23,7 @@ _MAX_FAILURES = 5  # failed trials that are counted
 _READ_EVERY = 4  # rounds after which medians are read again
 _STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
 _FIRST = 4  # nodes that may be verified before any time is known
-_ROW = 0.05  # prior for the cost of one more row, as a fraction of a pass over one
+_ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
 Point = tuple[int, float]
 
@@ -101,11 +103,96 @@ class LevelGains:
         before = self._sums[level]
         self._sums[level] = before[0] * self._fade + max(tokens, 0.0), before[1] * self._fade + chance
 
+    @property
+    def weight(self) -> float:
+        """Decayed number of samples of the first level."""
+        return self._sums[0][1] if self._sums else 0.0
+
     def state_dict(self) -> list[float]:
         return [self.value(level) for level in range(_LEVELS)]
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
         self._sums = [(float(value) * _GAIN_WEIGHT, _GAIN_WEIGHT) for value in kept[:_LEVELS]]
+
+
+class Line:
+    """A line that does not fall through samples (x, y), by least squares with decayed weights."""
+
+    def __init__(self, fade: float = 0.95) -> None:
+        self._fade = fade
+        self._sums: tuple[float, ...] = (0.0,) * 5  # decayed sums of 1, x, x^2, y and x y
+
+    def learn(self, x: float, y: float) -> None:
+        """Add a sample."""
+        terms = (1.0, x, x * x, y, x * y)
+        self._sums = tuple(self._fade * total + term for total, term in zip(self._sums, terms, strict=True))
+
+    @property
+    def center(self) -> float:
+        """The mean x of the samples."""
+        return self._sums[1] / self._sums[0] if self._sums[0] else 0.0
+
+    def value(self, x: float, slope: float) -> float:
+        """Return the line's value at x. The expected `slope` weighs as much as one sample at distance 1, or at a tenth
+        of the mean x; before any sample the line begins at 0."""
+        count, first, second, total, mixed = self._sums
+        if not count:
+            return slope * x
+        weight = max(1.0, (0.1 * self.center) ** 2)
+        slope = (mixed - first * total / count + weight * slope) / (second - first * first / count + weight)
+        slope = max(slope, 0.0)
+        return (total - slope * first) / count + slope * x
+
+
+class Excess:
+    """Seconds that rounds take beyond what is expected of their passes and draft steps."""
+
+    def __init__(self) -> None:
+        self.plain = DecayedMean(0.0, 2.0)
+        self._drafted = Line()
+        self._mean = DecayedMean(0.0, 0.0)  # for each draft step
+
+    def learn(self, steps: int, seconds: float) -> None:
+        """Record a round with this many draft steps."""
+        if not steps:
+            self.plain.learn(seconds)
+            return
+        self._mean.learn(seconds, steps)
+        self._drafted.learn(steps, seconds)
+
+    def drafted(self, steps: int) -> float:
+        """Return what a round with this many draft steps takes beyond its pass and its steps. Until rounds differ in
+        their steps, fewer are assumed to take their share, and more the same."""
+        return self._drafted.value(steps, self._mean.value if steps < self._drafted.center else 0.0)
+
+    @property
+    def of_drafts(self) -> float:
+        """What a round with one draft step takes in excess, compared with a plain round; at least 0."""
+        return max(self.drafted(1) - self.plain.value, 0.0)
+
+
+class Captures:
+    """How long a runtime needs to capture a graph for passes of a new shape, and the shapes that have occurred: powers
+    of two of requests and of the most rows of a request."""
+
+    def __init__(self) -> None:
+        self._mean = DecayedMean(0.0, 0.0, 0.5)
+        self._shapes: set[tuple[int, int]] = set()
+
+    def record(self, requests: int, rows: int, seconds: float | None = None) -> None:
+        """Record a pass of this shape, and the seconds of a graph's capture in it, if there was one."""
+        self._shapes.add(_shape(requests, rows))
+        if seconds is not None:
+            self._mean.learn(max(seconds, 0.0))
+
+    def seconds(self, requests: int, rows: int) -> float:
+        """Return the expected seconds of capturing this shape: 0 after it has occurred, or if nothing is captured."""
+        return 0.0 if not self._mean.value or _shape(requests, rows) in self._shapes else self._mean.value
+
+
+def _shape(requests: int, rows: int) -> tuple[int, int]:
+    """Return the bucket that a graph for a pass of this shape serves."""
+    return (requests - 1).bit_length(), (rows - 1).bit_length()
 
 
 @dataclass
@@ -200,7 +287,7 @@ class LatencyCurve:
             self._forget_old()
         changed = self.num_rounds % _READ_EVERY == 0 or self._times.count(bucket) <= MIN_SAMPLES
         if changed:
-            self._clear_caches()
+            self.clear_caches()
         return changed
 
     def learn_prefill(self, tokens: int, seconds: float) -> None:
@@ -210,7 +297,8 @@ class LatencyCurve:
             self._tail_slope, self._extra = None, {}
             self._seconds.clear()
 
-    def _clear_caches(self) -> None:
+    def clear_caches(self) -> None:
+        """Compute everything again, after new times or a change of the prior."""
         self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
         self._seconds.clear()
 
@@ -227,13 +315,9 @@ class LatencyCurve:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
         return self._times.count(_bucket(rows)) >= samples or _bucket(rows) in self._profile
 
-    def is_stale(self, rows: int) -> bool:
-        """Return whether a pass over `rows` rows was timed, but not recently."""
-        return self.num_rounds - self._last.get(_bucket(rows), self.num_rounds) > _STALE
-
-    def is_untimed(self, rows: int) -> bool:
-        """Return whether the time of `rows` rows is unknown or stale."""
-        return not self.is_timed(rows) or self.is_stale(rows)
+    def is_known(self, rows: int) -> bool:
+        """Return whether a pass over at least `rows` rows was timed often enough for a median."""
+        return rows <= max([*self._times.medians, *self._profile], default=0)
 
     def _compute(self, rows: int) -> float:
         """Compute `seconds`; the prior's values are not cached, because they change."""
@@ -252,9 +336,18 @@ class LatencyCurve:
                 self._tail_slope = self._slope(counts, seconds)
             return seconds[-1] + (rows - counts[-1]) * self._tail_slope
         if index == 0:
-            return seconds[0]
+            return self._before(rows, counts, seconds)
         share = (rows - counts[index - 1]) / (counts[index] - counts[index - 1])
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+
+    def _before(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return the time of at most as many rows as the smallest known count: less by what a row costs there, but not
+        less than the prior."""
+        if len(counts) > 1:
+            row = (seconds[1] - seconds[0]) / (counts[1] - counts[0])
+        else:
+            row = max(self._slope(counts, seconds), 0.0)
+        return min(max(seconds[0] - (counts[0] - rows) * row, self._prior(rows) if self._prior else 0.0), seconds[0])
 
     def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
         """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""
@@ -285,7 +378,7 @@ class LatencyCurve:
         timed, its other times are scaled to match."""
         self._profile = {_bucket(int(rows)): float(seconds) for rows, seconds in kept.items()}
         self._last |= dict.fromkeys(self._profile, self.num_rounds)
-        self._clear_caches()
+        self.clear_caches()
 
     def _known_times(self) -> dict[int, float]:
         """Return the time of each row count that was timed, and the scaled times of the profile for others."""
@@ -314,17 +407,17 @@ class LatencyCurve:
         return [rows for rows, _ in hull], [seconds for _, seconds in hull]
 
     def _slope(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the cost of one more row beyond the largest known count: that of the last rows, or of a prompt token
-        where this is more, because a pass is bound by arithmetic in the end. With one known count it follows
-        the curve's prior or, without one, is the mean of that and a row's prior."""
+        """Return the cost of one more row beyond the largest known count: that of a prompt token, because a pass is
+        bound by arithmetic in the end, or else of the last rows. With one known count it follows the curve's prior or,
+        without one, is the mean of that and a row's prior."""
         more = sum(tokens - counts[0] for tokens, _ in self._wide)
         token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
         if len(counts) < 2:
             if self._prior and (expected := self._prior(counts[0])):
                 return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
-            prior = _ROW * seconds[0] / (1.0 + _ROW * (counts[0] - 1))
+            prior = _ROW * seconds[0] / counts[0]
             return (prior + max(prior, token)) / 2
-        return max((seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]), token)
+        return token if token > 0.0 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
 
 
 def _is_above(point: Point, left: Point, right: Point) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import inf, log
 
@@ -13,7 +14,8 @@ from outpace.core.options import MethodOptions, number, whole
 from outpace.core.stats import RoundPlan
 from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER
-from outpace.planning.cost_model import MAX_PAUSE, PRIOR_GAIN, CostModel
+from outpace.planning.cost_model import PRIOR_GAIN, CostModel
+from outpace.planning.plan import BatchPlan, best_width
 from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 # Above this chance that lookups continue the root, a model's level is not typical of what the model adds.
@@ -71,55 +73,30 @@ class Planner:
         self._why = ""
         self.plan: RoundPlan | None = None  # this round's plan, once the nodes to verify are chosen
         self.is_plain = False  # this round decodes plainly in any case
-        self._is_paused = False  # this round decodes plainly and is not planned
-        self._rest = 0  # length of the last pause of planning, in rounds; for a request that runs alone
-        self._rest_left = 0  # rounds of this pause that are left
-        self._may_pause = WORKER not in context.sources  # a worker drafts anyway, so its candidates are free
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
         """Begin a round: read the prices and choose the lookup sources. The round decodes plainly until a plain round
         has been timed."""
-        requests = self._context.requests
-        self.uses_drafts, last, self.plan = False, self.plan, None
-        for source in self.lookups:
-            source.is_active = False
-        has_chosen = requests == 1 and self._rest_left > 0  # `_rests` then chooses the lookup sources
-        self._is_paused = self._may_pause and self._should_rest(requests)
-        if self._is_paused:
-            self._rounds, self.is_plain = self._rounds + 1, True
-            self.plan = last if requests == 1 else None  # the plan that led to the pause is reported for its rounds
-            return
-        prices = self._costs.prices(requests)
-        self.price = _PRICE_MARGIN * prices.tokens_per_second
-        is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not prices.is_known
-        self.is_plain = self._context.budget < 2 or is_new or self._costs.needs_plain_round(requests)
+        context, costs = self._context, self._costs
+        self.uses_drafts, self.plan = False, None
+        self.price = _PRICE_MARGIN * costs.tokens_per_second(context.requests)
+        is_new = self._rounds < _MAX_UNTIMED_ROUNDS and not costs.is_known(context.requests)
+        self.is_plain = context.budget < 2 or is_new or costs.needs_plain_round(context.requests)
         self._rounds += 1
         for model in self.models:
             model.levels, model.first, model.trial_level, model.is_trial = 0, 0, -1, False
         self._chances, self._worth = [], 0.0
         self._widths, self._draft_seconds, self._why = [], 0.0, "no source has anything to add"
+        self._lookup_chance, self._num_lookup_nodes = 0.0, 0
         if self.is_plain:
-            self._why = "a plain round is timed" if self._context.budget > 1 else "no row is left for drafts"
+            self._why = "a plain round is timed" if context.budget > 1 else "no row is left for drafts"
             for source in self.lookups:
                 source.is_active = False
             return
-        self._lookup_chance, self._num_lookup_nodes = 0.0, 0
-        self._row = self.price * self._costs.extra_seconds(self._context.rows_of_others + 1, _BEAM)[-1] / _BEAM
-        if not has_chosen:
-            self._choose_lookups()
-        self.uses_drafts = any(source.is_active for source in self.lookups)
-
-    def _should_rest(self, requests: int) -> bool:
-        """Return whether this round skips planning, because no source drafted in the last planned round. A request that
-        runs alone still chooses its lookup sources; if one is active, the round is planned."""
-        if requests > 1:
-            return self._costs.is_paused(requests) and not any(map(self._lookup_pays, self.lookups))
-        if not self._rest_left:
-            return False
-        self._rest_left -= 1
+        self._row = self.price * costs.extra_seconds(context.rows_of_others + 1, _BEAM)[-1] / _BEAM
         self._choose_lookups()
-        return not any(source.is_active for source in self.lookups)
+        self.uses_drafts = any(source.is_active for source in self.lookups)
 
     def _choose_lookups(self) -> None:
         """Choose the lookup sources that are active in this round. Called once per round: `is_due` counts calls."""
@@ -150,52 +127,89 @@ class Planner:
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
         """Return how many nodes the draft model should expand in another level; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
-        is_known = self._costs.draft_seconds(model.source, self._context.requests) > 0.0
-        max_levels = min(self._options.deepest, self._context.budget - 1, inf if is_known else _UNKNOWN)
-        is_deep = model.levels - model.first >= max_levels or model.levels >= self._context.tokens_left - 1
-        if self.is_plain or model.is_trial or is_deep:
+        is_deep = model.levels - model.first >= self._max_levels(model)
+        if self.is_plain or model.is_trial or is_deep or model.levels >= self._context.tokens_left - 1:
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
-        catch_up = model.catch_up_seconds
         parents = self._parent_chances(tree, model, leaves)
-        width, gain = self._best_width(model, parents)
+        reading = model.catch_up_seconds
+        is_together = self._context.requests > 1 and model.source.name != WORKER.name
+        width = self._width_of_batch(model, parents) if is_together else self._width_alone(model, parents, reading)
         if not width:
-            expected = model.gains.value(model.levels) * parents[0] if parents else 0.0
-            self._why = f"a level adds {expected:.2f}, must add {self._step_price(model):.2f}"
-        if gain <= self.price * catch_up / max(1, model.expected_tokens):  # reading is paid once for all rounds
-            explores = self._should_explore(model)
-            if not explores and not self._is_due(model):
+            width = self._try(model)
+            if not width:
                 return 0
-            width, model.is_trial, model.trial_level, model.trial_tokens = width or 1, not explores, model.levels, 0.0
-        elif catch_up and catch_up > model.may_save():
-            self._why = "the answer is too short for the draft model to read the text"
-            return 0
-        self._parent_chance = parents[width - 1] if parents else 0.0
+        self._parent_chance = parents[width - 1] if len(parents) >= width else 0.0
         if not model.levels:
             tree.min_score = self._min_score(self._acceptance.calibration_factor(model.source))
-            if model.is_behind:
-                self._costs.note_catch_up(model.source)
-                model.gain -= self.price * catch_up
+            model.gain -= self.price * reading
         self.uses_drafts = True
         self._context.batch.add_level(model.levels)
         self._widths.append(width)
-        self._draft_seconds += (
-            self._costs.draft_seconds(model.source, self._context.requests, width) * self._context.requests
-        )
+        requests = self._context.requests
+        self._draft_seconds += self._costs.draft_seconds(model.source, requests, width) * requests
         return width
 
-    def _best_width(self, model: ModelSource, parents: Sequence[float]) -> tuple[int, float]:
-        """Return the width at which the next level gains most above its cost, and that gain; 0 if no width gains."""
-        best, best_gain, width = 0, 0.0, 1
-        if not parents:
-            return best, best_gain
-        value, price, sharing = model.gains.value(model.levels), self._second_price(model), self._sharing(model)
-        while width <= len(parents):
-            gain = value * parents[width - 1] - price * self._costs.draft_seconds(model.source, sharing, width)
-            if gain > best_gain:
-                best, best_gain = width, gain
-            width *= 2
-        return best, best_gain
+    def _max_levels(self, model: ModelSource) -> float:
+        """Return the most levels that a round may have: no more than rows that may be verified."""
+        context, costs = self._context, self._costs
+        is_known = costs.draft_seconds(model.source, context.requests) > 0.0
+        rows = max(costs.max_extra_rows(context.requests - 1) // context.requests, 1)
+        if rows > 1 and costs.captures[""].seconds(context.requests, context.budget):
+            rows = min(rows, max(self._max_rows(self._batch_plan(model).levels) - 1, 1))
+        return min(self._options.deepest, context.budget - 1, rows, inf if is_known else _UNKNOWN)
+
+    def _batch_plan(self, model: ModelSource) -> BatchPlan:
+        """Return the plan for all requests together, without the limit on rows that were never timed: the way to a
+        depth that pays may lead through depths that do not."""
+        max_levels = min(self._options.deepest, self._context.budget - 1)
+        return self._context.batch.plan(model.source, max_levels, self._costs)
+
+    def _width_of_batch(self, model: ModelSource, parents: Sequence[float]) -> int:
+        """Return the width of another level that all requests grow, or 0 if they should not. As others grow it anyway,
+        only this request's further nodes count."""
+        plan, batch = self._batch_plan(model), self._context.batch
+        self.price = max(self.price, plan.rate)
+        if model.levels >= plan.levels:
+            self._why = f"{plan.levels} levels pay for all requests together"
+            return 0
+        if not model.levels and not model.has_read:
+            if not batch.new_readers:
+                self._why = "the draft model has not read the text"
+                return 0
+            batch.new_readers -= 1
+        before = self._costs.step_seconds(model.source, plan.drafting)
+        captures = self._costs.captures[model.source.name]
+
+        def seconds(width: int) -> float:
+            if width > 1 and captures.seconds(plan.drafting, width):
+                return inf
+            return self._costs.step_seconds(model.source, plan.drafting + width - 1) - before
+
+        width, _ = best_width(parents, model.gains.value(model.levels), self.price, seconds)
+        return width or int(not model.levels)
+
+    def _width_alone(self, model: ModelSource, parents: Sequence[float], reading: float) -> int:
+        """Return the width of another level of this request's tree, or 0 if none pays."""
+        price = self._second_price(model)
+        gain = model.gains.value(model.levels)
+        width, above = best_width(parents, gain, price, partial(self._costs.draft_seconds, model.source, 1))
+        self._why = f"a level adds {gain * parents[0] if parents else 0.0:.2f}, must add {self._step_price(model):.2f}"
+        if model.levels or model.source.name == WORKER.name:
+            return width
+        if parents and self._batch_plan(model).levels:
+            return width or 1
+        once = reading / self._context.expected_tokens + self._costs.excess(self._context.requests).of_drafts
+        return width if above > self.price * once else 0
+
+    def _try(self, model: ModelSource) -> int:
+        """Return 1 if another level is due for a trial although it does not pay as far as is known, else 0."""
+        explores = self._should_explore(model)
+        if not explores and not self._is_due(model):
+            return 0
+        model.is_trial, model.trial_level, model.trial_tokens = not explores, model.levels, 0.0
+        model.trial_price = self.price * (self._trial_seconds(model) - model.catch_up_seconds)
+        return 1
 
     def _second_price(self, model: ModelSource) -> float:
         """Return how many tokens a second of the model's draft steps must add."""
@@ -203,16 +217,7 @@ class Planner:
 
     def _step_price(self, model: ModelSource) -> float:
         """Return how many tokens the model's next draft step must add to pay for this request's share of it."""
-        return self._second_price(model) * self._costs.draft_seconds(model.source, self._sharing(model))
-
-    def _sharing(self, model: ModelSource) -> float:
-        """Return how many requests are expected to share the forward of the model's next level: the usual fraction of
-        those that shared the level before."""
-        requests, level = self._context.requests, model.levels
-        if requests == 1:
-            return 1.0
-        before = self._context.batch.num_growing(level - 1) if level else requests
-        return max(1.0, before * self._costs.sharing(requests, level).value)
+        return self._second_price(model) * self._costs.draft_seconds(model.source, self._context.requests)
 
     def _parent_chances(
         self, tree: TokenTree, model: ModelSource, predicted: Sequence[float] | None = None
@@ -271,71 +276,85 @@ class Planner:
         return self._costs.exploration.is_due(model.text_option, cost, 0.0, credit=model.may_save())
 
     def _is_due(self, model: ModelSource) -> bool:
-        """Return whether a level that does not pay is tried again. All requests wait for it."""
-        if model.levels and self._lookup_chance > MAX_LOOKUP_CHANCE:
+        """Return whether a level that does not pay is tried again: of a batch by one request, and only a first one."""
+        requests, batch = self._context.requests, self._context.batch
+        if (model.levels and self._lookup_chance > MAX_LOOKUP_CHANCE) or (
+            requests > 1 and (model.levels or batch.is_tried)
+        ):
             return False
-        cost, requests, option = self._trial_seconds(model), self._context.requests, model.level_option(model.levels)
-        is_unknown = requests > 1 and not model.levels and not self._costs.exploration.was_used(option)
+        if requests > 1 and model.source.name != WORKER.name and self._batch_plan(model).levels:
+            return False
+        batch.is_tried = True
+        option, cost = model.level_option(model.levels), self._trial_seconds(model)
+        is_unknown = requests > 1 and not self._costs.exploration.was_used(option)
         credit = requests * model.may_save() if is_unknown else 0.0
         return self._costs.exploration.is_due(option, cost, self._options.trials, credit)
 
     def _trial_seconds(self, model: ModelSource) -> float:
-        """Return the cost of one more level with one row, if all requests grow it."""
-        requests = self._context.requests
-        rows = self._costs.extra_seconds(requests, requests)[-1]
-        return self._costs.draft_seconds(model.source, requests) * requests + model.catch_up_seconds + rows
+        """Return the cost of another level with one row, for one request."""
+        requests, costs = self._context.requests, self._costs
+        seconds = costs.draft_seconds(model.source, 1)
+        if model.levels:
+            seconds += costs.extra_seconds(requests + model.levels, 1)[-1]
+        else:
+            seconds += max(costs.pass_seconds(requests + 1) - costs.plain_seconds(requests), 0.0)
+            seconds += model.catch_up_seconds + costs.excess(requests).of_drafts
+            seconds += costs.estimates(model.source, requests).capture(1, 1)
+        return seconds
 
     def nodes_to_verify(self, tree: TokenTree) -> list[int]:
-        """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors. Now
-        and then it returns fewer than pay, to time a pass over so few rows."""
-        if self._is_paused:
-            return [0]
+        """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors."""
         chances = self._acceptance.chances(tree)
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
         if tree.deepest > tree.max_depth:
             best = [node for node in best if tree.depth(node) <= tree.max_depth]
-        order = [] if self.is_plain else best[: self._context.budget - 1]
+        order = (
+            [] if self.is_plain else best[: self._max_rows(max([model.levels for model in self.models], default=0)) - 1]
+        )
         nodes = order[: self._count([*map(chances.__getitem__, order)]) - 1] if order else []
         seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))
         tokens = 1.0 + sum(map(chances.__getitem__, nodes))
         self.plan = RoundPlan((*self._widths,), tokens, seconds + self._draft_seconds, self.price, self._why)
         return sorted([0, *nodes])
 
+    def _max_rows(self, levels: int) -> int:
+        """Return how many rows the request may have: no more than the captured graphs serve, except for this many
+        levels."""
+        context, captures = self._context, self._costs.captures[""]
+        rows = context.budget
+        while rows > levels + 1 and captures.seconds(context.requests, rows):
+            rows = max((rows + 1) // 2, levels + 1)
+        return rows
+
     def _count(self, chances: Sequence[float]) -> int:
         """Return how many rows to verify, the root's included, of nodes with these falling chances."""
         for model in self.models:
             if model.is_first_level_trial:
                 return 2
-        best, worth = self._best(chances)
-        fewer, exploration = (best + 1) // 2, self._costs.exploration
-        rows = self._context.rows_of_others + fewer
-        if best > 1 and self.price and self._costs.is_untimed(rows):
-            lost = worth - self._best(chances[: fewer - 1])[1]
-            if exploration.is_due(("rows", rows), lost / self.price, self._options.trials):
-                exploration.record_use(("rows", rows), 0.0)
-                return fewer
-        return best
+        return self._best(chances)[0]
 
     def _best(self, chances: Sequence[float]) -> tuple[int, float]:
-        """Return how many rows pay, the root's included, and what they bring above their price."""
-        return self._costs.best_rows(chances, self._context.rows_of_others, self.price)
+        """Return how many rows pay, the root's included, and what they bring above their price. Copies carry a share
+        of what their round takes more than a plain one; with levels of a model the plan includes this."""
+        requests = self._context.requests
+        share = 0.0 if any(model.levels for model in self.models) else self._costs.share_of_drafts(requests)
+        return self._costs.best_rows(chances, self._context.rows_of_others, self.price, share)
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from the drafts of a round in which the target accepted this path of the tree."""
         if not self.uses_drafts:
-            if self._may_pause and not self.is_plain and self._context.requests == 1:
-                self._rest = self._rest_left = min(2 * self._rest or 1, MAX_PAUSE)
             return
-        self._rest = 0
         for model in self.models:
             if not model.levels:
                 continue
+            self._learn_acceptance(model, tree, path)
             step = self._step_price(model)
             gains: dict[tuple[str, int, int], float] = {}  # the smallest gain of the levels that share an option
             for level in range(model.first, model.levels):
-                added = max(model.trial_tokens, float(len(path) > level + 1)) if level == model.trial_level else inf
-                option = model.level_option(level)
-                gains[option] = min(gains.get(option, inf), added - step)
+                gain, option = inf, model.level_option(level)
+                if level == model.trial_level:
+                    gain = max(model.trial_tokens, float(len(path) > level + 1)) - model.trial_price
+                gains[option] = min(gains.get(option, inf), gain)
             for option, gain in gains.items():
                 self._costs.exploration.record_use(option, gain)
             model.end_round(len(path), step)
@@ -343,6 +362,15 @@ class Planner:
         for source in self.lookups:
             if source.is_active:
                 self._learn_lookup(source, tree, path)
+
+    def _learn_acceptance(self, model: ModelSource, tree: TokenTree, path: Sequence[int]) -> None:
+        """Learn which levels were accepted after the level above. A level that was grown and not worth verifying was
+        not accepted; nothing is known of one that was cut by the limit on rows."""
+        acceptance, levels = self._costs.acceptance(model.source), model.levels
+        if len(tree) > self._costs.max_extra_rows(self._context.rows_of_others):
+            levels = min(levels, tree.deepest)
+        for level in range(min(levels, len(path))):
+            acceptance.learn(level, float(len(path) > level + 1), 1.0)
 
     def end(self) -> None:
         self._acceptance.flush()

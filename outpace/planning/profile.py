@@ -18,15 +18,17 @@ from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
 
-VERSION = 6  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
+VERSION = 7  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
 FEWEST = 50  # rounds that make a profile worth storing
 _LARGEST = 1e6  # no time in seconds, row count or share is greater
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 FIELDS: dict[str, Any] = {
+    "plain": dict,
     "rounds": dict,
     "draft": dict,
     "trust": dict,
     "growth": dict,
+    "acceptance": dict,
     "drafters": dict,
     "method": (str, type(None)),
 }
@@ -145,13 +147,13 @@ def _checked(learnt: Any) -> dict[str, Any]:
             raise ValueError(f"{name} is of the wrong kind")
     if learnt["method"] is not None and learnt["method"] not in registry.names("decoders"):
         raise ValueError(f"there is no method {learnt['method']!r:.80}")
-    curves = [learnt["rounds"], *learnt["draft"].values()]
+    curves = [learnt["plain"], learnt["rounds"], *learnt["draft"].values()]
     if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(int, curve)]):
         raise ValueError(f"a time or a row count is not a number above 0 and up to {_LARGEST:g}")
-    shares = [*learnt["trust"].values(), *chain.from_iterable(learnt["growth"].values())]
-    is_by_level = all(isinstance(values, list) and values for values in learnt["growth"].values())
-    if not all(map(_is_number, shares)) or not is_by_level:
-        raise ValueError(f"trust or growth is not a number from 0 to {_LARGEST:g}")
+    levels = [*learnt["growth"].values(), *learnt["acceptance"].values()]
+    is_by_level = all(isinstance(values, list) and values for values in levels)
+    if not is_by_level or not all(map(_is_number, [*learnt["trust"].values(), *chain(*levels)])):
+        raise ValueError(f"trust, growth or acceptance is not a number from 0 to {_LARGEST:g}")
     return learnt
 
 

@@ -11,32 +11,67 @@ from outpace.core.tree import Role, TokenTree
 from outpace.core.types import DraftSource
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import LevelGains
+from outpace.planning.plan import BatchPlan, BatchState, plan_batch
 
 _CONTINUES = 0.97  # factor of a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
 _FADE = 0.97  # how fast one request's factors follow its own drafts: a few bad rounds are chance
 _COMMON = 2.0  # weight of all requests' factor in that of one
+_USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
+_SEEN = 2.5  # outcomes of one request's drafts before the model reads the texts of all others
 
 
 @dataclass
 class BatchRows:
-    """Number of rows in the pass that is being built: for each request those of this round or, until it has chosen,
-    those of its last pass. A request that plans later sees what was planned before.
+    """The pass that is being built, and what its requests plan together. A request that plans later sees what was
+    planned before.
 
-    `levels`: by level, the requests for which it is grown in this round; they share its forward.
+    `rows` are for each request those of this round or, until it has chosen, those of its last pass. `levels`: by level,
+    the requests for which it is grown in this round; they share its forward.
     """
 
     rows: int = 0
     levels: list[int] = field(default_factory=list)
+    state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
+    new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
+    is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
+    _plans: dict[str, BatchPlan] = field(default_factory=dict)  # by source
+
+    @classmethod
+    def of(cls, contexts: Sequence[PlanningContext]) -> BatchRows:
+        """Return the batch of these requests, before they plan a round, and set it in their contexts."""
+        new = [context for context in contexts if not context.num_read]
+        unread = sum([len(context.committed) for context in new])
+        behind = sum([len(context.committed) - context.num_read for context in contexts]) - unread
+        batch = cls(
+            sum([context.rows for context in contexts]),
+            state=BatchState(
+                len(contexts),
+                len(contexts) - len(new),
+                behind,
+                unread,
+                sum([context.expected_tokens for context in contexts]),
+            ),
+        )
+        for context in contexts:
+            context.requests, context.batch = len(contexts), batch
+        return batch
+
+    def plan(self, source: DraftSource, max_levels: int, costs: CostModel) -> BatchPlan:
+        """Return the plan of this round for all requests together: see `plan_batch`."""
+        plan = self._plans.get(source.name)
+        if plan is None:
+            state, estimates = self.state, costs.estimates(source, self.state.requests)
+            plan = plan_batch(state, max_levels, estimates) if estimates.plain > 0.0 else BatchPlan(0, 0, 0.0)
+            if plan.drafting > state.readers:
+                self.new_readers = state.requests if costs.acceptance(source).weight > _SEEN else int(not state.readers)
+            self._plans[source.name] = plan
+        return plan
 
     def add_level(self, level: int) -> None:
         """Count one more request that grows this level."""
         self.levels += [0] * (level + 1 - len(self.levels))
         self.levels[level] += 1
-
-    def num_growing(self, level: int) -> int:
-        """Return for how many requests this level was grown; 1 for a request that was paused within its round."""
-        return self.levels[level] if level < len(self.levels) else 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -52,11 +87,17 @@ class PlanningContext:
     rows: int = 1  # its own part of `batch`
     batch: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)
     tokens_left: int = 1  # tokens that may still be written
+    num_read: int = 0  # tokens of the text that the draft model has read
 
     @property
     def rows_of_others(self) -> int:
         """Rows of other requests in the pass."""
         return self.batch.rows - self.rows
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens that are expected to be written: few answers are as long as their limit, which says little."""
+        return max(min(self.tokens_left, _USUAL_ANSWER), 1)
 
     def set_rows(self, rows: int) -> None:
         """Set the number of rows that this request has in the pass."""
@@ -64,7 +105,6 @@ class PlanningContext:
         self.rows = rows
 
 
-_USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
 _SKIPS, _MAX_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
 _REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
 _EXPLORED = 3  # rounds at the beginning of an answer that find out what a model is worth for its text
@@ -137,6 +177,7 @@ class ModelSource:
         self.first = 0  # levels that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.trial_level = -1  # the level of this round that was grown to find out whether it pays
+        self.trial_price = 0.0  # tokens that it must add to pay for its time, reading excluded
         self.trial_tokens = 0.0  # tokens that this level was expected to add once its nodes were known
         self._context, self._costs = context, context.costs
         self._read = 0  # tokens of the text that the model has read
@@ -152,40 +193,34 @@ class ModelSource:
     @property
     def gains(self) -> LevelGains:
         """The gains of its levels: this request's own if it runs alone, else those of all requests."""
-        is_alone = self._context.requests == 1
-        return self._level_gains if is_alone else self._costs.level_gains(self.source, self._context.requests)
+        return self._level_gains if self._context.requests == 1 else self._costs.level_gains(self.source)
 
     def record_gain(self, tokens: float, chance: float) -> None:
         """Learn that the next level added this many tokens below leaves that the walk reaches with this chance."""
-        self._costs.level_gains(self.source, self._context.requests).learn(self.levels, tokens, chance)
+        self._costs.level_gains(self.source).learn(self.levels, tokens, chance)
         if self._context.requests == 1:
             self._level_gains.learn(self.levels, tokens, chance)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the model must first read text that it did not propose."""
-        return len(self._context.committed) > self._read
+    def has_read(self) -> bool:
+        """Whether the model has read the beginning of the text."""
+        return self._read > 0
 
     @property
     def catch_up_seconds(self) -> float:
         """Expected seconds for reading the text that the model has not read."""
-        behind = len(self._context.committed) - self._read
-        return self._costs.draft_prefill_seconds(self.source, behind) if behind > 0 and not self.levels else 0.0
-
-    @property
-    def expected_tokens(self) -> int:
-        """Tokens that are expected to be written: few answers are as long as their limit, which says little."""
-        return min(self._context.tokens_left, _USUAL_ANSWER)
+        unread = len(self._context.committed) - self._read
+        return self._costs.draft_prefill_seconds(self.source, unread) if unread > 0 and not self.levels else 0.0
 
     def may_save(self) -> float:
         """Return the seconds that the model is assumed to save in the rest of the answer."""
-        context = self._context
-        return _SAVED * self.expected_tokens * self._costs.pass_seconds(context.requests) / context.requests
+        requests = self._context.requests
+        return _SAVED * self._context.expected_tokens * self._costs.plain_seconds(requests) / requests
 
     def end_round(self, emitted: int, step: float) -> None:
         """End a round in which it drafted and the target wrote `emitted` tokens; `step`: a draft step's price in
         tokens."""
-        self._read = len(self._context.committed) + emitted
+        self._read = self._context.num_read = len(self._context.committed) + emitted
         self._rounds += 1
         self.gain += emitted - 1 - step * (self.levels - self.first)
 
@@ -206,7 +241,7 @@ class ModelSource:
 
     def level_option(self, level: int) -> tuple[str, int, int]:
         """Return the exploration budget's name for growing a first or a further level that does not pay."""
-        return self.source.name, min(level, 1), self._context.requests
+        return self.source.name, min(level, 1), self._context.requests > 1
 
 
 class AcceptanceModel:
