@@ -151,7 +151,7 @@ class RowDrafter:
         if not found or len(found) < len(sampled) or (is_first and self._costs.is_timed(rows, 1)):
             return
         tokens_written, seconds = sum(map(len, sampled)), now - self._began
-        self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted)
+        self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted, every=True)
         if rows > len(found) > 1 and (plain := self._costs.plain_seconds(len(found))):
             self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
             self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)

@@ -120,17 +120,19 @@ class CostModel:
             excess += seconds - drafting.seconds - curve.seconds(count)
         self._ended = requests, drafting.steps, excess, end
 
-    def record_round(self, requests: int, rows: int, tokens: int, seconds: float, drafting: float) -> None:
-        """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the
-        pass. It is timed only if the round before was of its kind: what follows from drafts may take time later."""
+    def record_round(
+        self, requests: int, rows: int, tokens: int, seconds: float, drafting: float, every: bool = False
+    ) -> None:
+        """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the pass.
+        Unless `every` round is timed, it is only if the one before was of its kind: drafts may cost time later."""
         self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
         is_plain = rows <= requests
-        if is_plain and (self._was_plain or not self._plain.is_timed(requests)):
+        if is_plain and (every or self._was_plain or not self._plain.is_timed(requests)):
             self._plain.learn(requests, seconds - drafting)
             self._plain_timed[requests] = self.num_rounds
             self._drafted.clear_caches()
-        elif not is_plain and not self._was_plain:
+        elif not is_plain and (every or not self._was_plain):
             self._drafted.learn(rows, seconds - drafting)
         self._was_plain = is_plain
         self._rates[requests].learn(tokens, seconds)
