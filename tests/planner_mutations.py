@@ -8,6 +8,7 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+import test_plan as plan_tests
 from mutation_checks import Original
 from part_mutations import mutation, returning
 
@@ -15,7 +16,8 @@ from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
 from outpace.planning import estimators
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import ExplorationBudget, LatencyCurve, LevelGains
+from outpace.planning.estimators import Excess, ExplorationBudget, LatencyCurve, LevelGains
+from outpace.planning.plan import BatchState
 from outpace.planning.planner import Planner
 from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
@@ -108,7 +110,9 @@ def whole_trees(chosen: Original) -> Original:
 
 
 def with_its_drafting(round_: Original) -> Original:
-    return lambda self, requests, rows, tokens, seconds, drafting: round_(self, requests, rows, tokens, seconds, 0.0)
+    return lambda self, requests, rows, tokens, seconds, drafting, **given: round_(
+        self, requests, rows, tokens, seconds, 0.0, **given
+    )
 
 
 def falling(convex: Original) -> Original:
@@ -155,6 +159,29 @@ def resetting(attribute: str, value: int) -> Original:
         return mutated
 
     return make
+
+
+def paying_for_gains(width: Original) -> Original:
+    """The price of a second with the wrong sign."""
+    return lambda parents, gain, price, seconds: width(parents, gain, -price, seconds)
+
+
+def each_for_itself(plan: Original) -> Original:
+    """A batch planned as one request."""
+    return lambda batch, levels, known: plan(BatchState(1, 1, 0, 0, batch.tokens_left / batch.requests), levels, known)
+
+
+def of_every_round(record: Original) -> Original:
+    return lambda self, *given, every=False: record(self, *given, every=True)
+
+
+def as_before(drafted: Original) -> Original:
+    return lambda self, steps: self._drafted.value(steps, 0.0)
+
+
+def without(**changes: Any) -> Original:
+    """A plan that leaves out some of what is known."""
+    return lambda plan: lambda batch, levels, known: plan(batch, levels, known._replace(**changes))
 
 
 MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
@@ -204,6 +231,25 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     "test_planner.py::test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up": [
         ("planner: copies' rows cost nothing", Planner, "_learn_lookup", with_zero("price")),
     ],
+    "test_plan.py::test_a_level_is_as_wide_as_pays": [
+        ("planner: a price with the wrong sign", plan_tests, "best_width", paying_for_gains),
+    ],
+    "test_plan.py::test_reading_is_weighed_against_the_rest_of_the_answers": [
+        ("planner: reading is not charged", plan_tests, "plan_batch", without(reading=lambda tokens: 0.0)),
+    ],
+    "test_plan.py::test_levels_are_chosen_by_the_time_of_all_answers": [
+        ("planner: a batch is planned as one request", plan_tests, "plan_batch", each_for_itself),
+        ("planner: captures are not charged", plan_tests, "plan_batch", without(capture=lambda drafting, levels: 0.0)),
+    ],
+    "test_plan.py::test_the_loop_closes_where_drafts_cost_what_is_not_timed": [
+        ("planner: the loop never closes", Excess, "learn", returning(None)),
+    ],
+    "test_plan.py::test_a_round_after_one_of_the_other_kind_is_not_timed": [
+        ("costs: plain rounds pay for the drafts before them", CostModel, "record_round", of_every_round),
+    ],
+    "test_plan.py::test_fewer_steps_may_have_less_in_excess_until_one_knows": [
+        ("costs: one step is believed to cost what five did", Excess, "drafted", as_before),
+    ],
     "test_asking.py::test_rejected_copies_are_queried_less_and_less_often": [
         ("planner: copies are asked as often as before", LookupSource, "update_backoff", resetting("_wait", 8)),
     ],
@@ -233,9 +279,6 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_costs.py::test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not": [
         ("costs: the times of a busy machine are kept", LatencyCurve, "_forget_old", returning(None)),
-    ],
-    "test_costs.py::test_a_growth_in_which_another_request_reads_is_no_step": [
-        ("costs: reading is part of a step", CostModel, "note_catch_up", returning(None)),
     ],
     "test_costs.py::test_a_draft_step_is_timed_by_the_nodes_that_all_requests_expand": [
         ("costs: a step costs each request what it costs one", CostModel, "draft_seconds", of_one_request),

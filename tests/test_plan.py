@@ -10,7 +10,7 @@ import pytest
 from test_costs import DRAFT, costs_of, record_rounds
 
 from outpace.planning.cost_model import CostModel, DraftTimes
-from outpace.planning.estimators import Captures, Excess, Line
+from outpace.planning.estimators import CaptureTimes, Excess, Line
 from outpace.planning.plan import BatchPlan, BatchState, Estimates, best_width, plan_batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
@@ -118,7 +118,7 @@ def test_fewer_steps_may_have_less_in_excess_until_one_knows() -> None:
 
 
 def test_a_captured_shape_costs_nothing_again() -> None:
-    captures = Captures()
+    captures = CaptureTimes()
     captures.record(8, 1)
     assert captures.seconds(8, 2) == 0.0, "nothing was captured"
     captures.record(8, 2, 0.4)
@@ -127,7 +127,7 @@ def test_a_captured_shape_costs_nothing_again() -> None:
 
 
 def plain_and_drafted(gap: float, pauses: int = 40) -> CostModel:
-    """Rounds of 32 requests in turn plain and with a step, where a pause follows those with drafts."""
+    """One plain round of 32 requests, then two with a step, and so on; a pause follows those with drafts."""
     costs, now = costs_of((32, 10.0), (64, 11.0), requests=32, samples=3), 0.0
     for _ in range(pauses):
         for rows, steps in ((32, 0), (64, 1), (64, 1)):
@@ -187,8 +187,9 @@ def test_a_round_after_one_of_the_other_kind_is_not_timed() -> None:
     """What drafts leave behind for the next pass would be blamed on plain decoding."""
     costs = costs_of((1, 6.0), samples=3)
     record_rounds(costs, 2, 7.0)
-    costs.record_round(1, 1, 1, 20.0, 0.0)
-    costs.record_round(1, 2, 1, 1.0, 0.0)
+    for _ in range(6):
+        costs.record_round(1, 1, 1, 20.0, 0.0)
+        costs.record_round(1, 2, 1, 1.0, 0.0)
     assert costs.plain_seconds(1) == 6.0
     assert costs.pass_seconds(2) == 7.0
 

@@ -42,7 +42,7 @@ def place_of(
 
 
 def batch_of(place: RequestContext, readers: int = 0) -> BatchRows:
-    """The batch of this request and of others like it, `readers` of which the draft model has read."""
+    """The batch of this request and of others like it; the draft model has read the texts of `readers` requests."""
     requests, length = place.requests, len(place.committed)
     left = float(requests * place.expected_tokens)
     return BatchRows(requests, state=BatchState(requests, readers, 0, length * (requests - readers), left))

@@ -16,7 +16,7 @@ from typing import Any
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
-from outpace.planning.estimators import Captures, Excess, ExplorationBudget, LatencyCurve, LevelGains, Line
+from outpace.planning.estimators import CaptureTimes, Excess, ExplorationBudget, LatencyCurve, LevelGains, Line
 from outpace.planning.plan import Estimates, best_rows
 
 _CALIBRATION_FADE = (
@@ -65,7 +65,7 @@ class CostModel:
         self._shares: dict[str, float] = {}  # by source: prior for a draft step as a fraction of a target pass
         self._prefill = DecayedMean(0.0, 0.0)  # seconds of the target for each prompt token
         self._reading = defaultdict[str, Line](Line)  # by source: seconds in which its model reads a number of tokens
-        self.captures = defaultdict[str, Captures](Captures)  # by source; the target's are those of ""
+        self.captures = defaultdict[str, CaptureTimes](CaptureTimes)  # by source; the target's are those of ""
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._factors = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _CALIBRATION_FADE))  # by source
         self._level_gains: dict[str, LevelGains] = {}  # by source

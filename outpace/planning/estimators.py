@@ -171,7 +171,7 @@ class Excess:
         return max(self.drafted(1) - self.plain.value, 0.0)
 
 
-class Captures:
+class CaptureTimes:
     """How long a runtime needs to capture a graph for passes of a new shape, and the shapes that have occurred: powers
     of two of requests and of the most rows of a request."""
 
