@@ -127,13 +127,16 @@ class Planner:
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
         """Return how many nodes the draft model should expand in another level; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
+        is_together = self._context.requests > 1 and model.source.name != WORKER.name
+        if is_together and self._context.batch.is_tried and not self._batch_plan(model).levels:
+            self._why = "no level pays for all requests together"
+            return 0
         is_deep = model.levels - model.first >= self._max_levels(model)
         if self.is_plain or model.is_trial or is_deep or model.levels >= self._context.tokens_left - 1:
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
         parents = self._parent_chances(tree, model, leaves)
         reading = model.catch_up_seconds
-        is_together = self._context.requests > 1 and model.source.name != WORKER.name
         width = self._width_of_batch(model, parents) if is_together else self._width_alone(model, parents, reading)
         if not width:
             width = self._try(model)
@@ -304,7 +307,7 @@ class Planner:
 
     def nodes_to_verify(self, tree: TokenTree) -> list[int]:
         """Return the nodes to verify: the root and those with the best calibrated chances, closed under ancestors."""
-        chances = self._acceptance.chances(tree)
+        chances = self._acceptance.chances(tree) if len(tree) > 1 else [1.0]
         best = sorted(range(1, len(tree)), key=chances.__getitem__, reverse=True)
         if tree.deepest > tree.max_depth:
             best = [node for node in best if tree.depth(node) <= tree.max_depth]
