@@ -23,7 +23,7 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import Adjustments, Capabilities, Drafter, DraftSource, DraftState, Request, Rule
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.speculative import Speculative
-from outpace.drafters._children import DrawCounts
+from outpace.drafters._model_drafter import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
 

@@ -23,9 +23,9 @@ from outpace.core.tree import UNLIMITED
 from outpace.decoders import pearl, planned, ssd
 from outpace.distill import judge as training
 from outpace.drafters import _tree_expander, translated
-from outpace.drafters._children import ChildAdder
 from outpace.drafters._composite import DraftSelector
 from outpace.drafters._lookup import LookupDrafter
+from outpace.drafters._model_drafter import ChildAdder
 from outpace.drafters._tree_expander import ExpansionState
 from outpace.drafters.lookahead import LookaheadDrafter
 from outpace.drafters.ouroboros import OuroborosDrafter

@@ -12,7 +12,7 @@ from test_every_rule import FANS, RATIO, check
 from torch import Tensor
 
 from outpace.core.tree import DrawnChildren, Siblings, TokenTree
-from outpace.drafters import _children
+from outpace.drafters import _model_drafter
 from outpace.rules import _ratio, spectr, without_replacement
 
 BOTTOM_UP = ("block", "traversal")
@@ -98,7 +98,7 @@ def of_the_next_node(reduce: Original) -> Original:
 
 
 RULE_MUTATIONS = [
-    mutation("draws keyed by position", _children, "draw_level", keyed_by_position),
+    mutation("draws keyed by position", _model_drafter, "draw_level", keyed_by_position),
     mutation("one key for all draws below a node", _ratio.DecisionKey, "again", one_key_for_all_draws, FANS),
     mutation("a token dropped after it was drawn", TokenTree, "draw", changed(drop_what_was_drawn), FANS),
     *(

@@ -13,7 +13,7 @@ from toy import Toy
 
 from outpace.core.stats import DecayedMean
 from outpace.core.types import DraftSource
-from outpace.drafters._children import PickModels
+from outpace.drafters._model_drafter import PickModels
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel

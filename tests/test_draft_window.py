@@ -13,7 +13,7 @@ from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.tree import TokenTree
 from outpace.core.types import Observation, Request
-from outpace.drafters._children import OfferState
+from outpace.drafters._model_drafter import OfferState
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.models.base import Part
 from outpace.models.llama.config.llama_config import from_dict

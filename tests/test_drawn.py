@@ -16,7 +16,7 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import DrawnChildren, TokenTree, best_nodes
 from outpace.core.types import Request, Row
-from outpace.drafters._children import DrawCounts, proposed
+from outpace.drafters._model_drafter import DrawCounts, proposed
 from outpace.drafters.model import Options
 
 Q = TokenDistribution(np.array([0.5, 0.3, 0.2, 0.0]))

@@ -250,7 +250,10 @@ def test_a_bad_import_is_caught(source: str, text: str) -> None:
     [
         ("core.tree", "import torch, heapq\nimport numpy as np\nfrom outpace.core.errors import UserError"),
         ("models.devices", "from outpace.models.base import Part\nfrom . import base"),
-        ("drafters.model", "from outpace.drafters._children import Draws\nfrom outpace.rules.base import best_rows"),
+        (
+            "drafters.model",
+            "from outpace.drafters._model_drafter import Draws\nfrom outpace.rules.base import best_rows",
+        ),
         ("decoders.card", "from outpace.decoders.base import Decoder\nfrom outpace.card.cache import Correction"),
         ("api.llm", "from outpace.engine.engine import Engine\nfrom outpace.core import registry"),
         ("cli.main", "def f():\n    from outpace.server.app import serve"),

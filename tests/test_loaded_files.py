@@ -45,7 +45,7 @@ outpace.core: adjust arrays distribution drafting errors logits machine noise no
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
 outpace.drafters:
-outpace.drafters: _children _composite _lookup _model_drafter _tree_expander
+outpace.drafters: _composite _lookup _model_drafter _tree_expander
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory options scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
@@ -56,7 +56,7 @@ outpace.models.llama: weight_sources
 outpace.models.llama.config: draft_vocab families fields gemma llama_config phi rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: text_stream tokenizer
-outpace.planning: cost_model estimators planner profile sources
+outpace.planning: cost_model estimators plan planner profile sources
 outpace.rules: base greedy
 """  # a line without names: the package's own __init__.py
 

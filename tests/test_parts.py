@@ -21,8 +21,8 @@ from outpace.core.sampling import Sampling, log_probs
 from outpace.core.stats import acceptance_rate
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import Observation, Request, Verdict
-from outpace.drafters._children import PickModel
 from outpace.drafters._composite import SharedTree
+from outpace.drafters._model_drafter import PickModel
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.drafters.ngram import NgramDrafter
 from outpace.drafters.ngram import Options as NgramOptions

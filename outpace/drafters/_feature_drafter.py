@@ -11,7 +11,7 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters._children import ChildAdder, HeadOptions, OfferState
+from outpace.drafters._model_drafter import ChildAdder, HeadOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, ExpansionState, TreeExpander
 from outpace.models.base import Model, chain
 from outpace.models.heads.eagle3 import EagleModel, HeadModel

@@ -17,8 +17,8 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, DraftSource, Observation
-from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
+from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
 from outpace.models.heads.dflash import BlockModel
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, DraftSource
-from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
+from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.eagle3 import EagleModel
 

@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, number, option, whole
 from outpace.core.tree import PREFIX, TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftSource, Observation, Request, Row, TopK
-from outpace.drafters._children import PickModels
+from outpace.drafters._model_drafter import PickModels
 from outpace.drafters._tree_expander import SPARE, ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Capability, Model, Part
 from outpace.rules.base import top_k_rows

@@ -22,8 +22,7 @@ from outpace.core.noise import row_words
 from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, DraftSource, Observation, TopK
-from outpace.drafters._children import OfferState
-from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
+from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions, OfferState
 from outpace.drafters._tree_expander import SPARE, ExpansionJob
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel

@@ -19,9 +19,9 @@ from outpace.core.errors import UserError
 from outpace.core.options import MethodOptions, option, whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, DraftSource, Observation, Request, TopK
-from outpace.drafters._children import PickModels
 from outpace.drafters._composite import JoinedState
 from outpace.drafters._lookup import Certainty, LookupDrafter, LookupState
+from outpace.drafters._model_drafter import PickModels
 from outpace.drafters._phrases import FOLLOWERS, LEADERS, PHRASES_FILE, PhraseTable, PhraseTables
 from outpace.drafters._tree_expander import ExpansionJob, ExpansionState, TreeExpander, rows_of
 from outpace.models.base import Model

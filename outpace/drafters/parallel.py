@@ -17,8 +17,8 @@ from outpace.core.errors import UserError
 from outpace.core.options import whole
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftSource, Observation, Request
-from outpace.drafters._children import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureMaskExpander, MaskExpander
+from outpace.drafters._model_drafter import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
 from outpace.models.heads.eagle3 import EagleModel

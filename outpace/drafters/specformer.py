@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.types import Capabilities, DraftSource
-from outpace.drafters._children import ChildAdder, HeadOptions
 from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
+from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.specformer import SpecFormerModel
 

@@ -17,8 +17,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.types import Capabilities, DraftSource, Observation
-from outpace.drafters._children import OfferState
-from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions
+from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, TreeExpander
 from outpace.models.base import Model, Part
 from outpace.models.heads.eagle3 import stack_rows

@@ -24,7 +24,7 @@ from outpace.core.options import MethodOptions, one_of, whole
 from outpace.core.stats import acceptance_rate
 from outpace.core.tree import UNLIMITED, Role, TokenTree
 from outpace.core.types import Capabilities, Drafter, DraftSource, DraftState, Observation, Request, Row, TopK
-from outpace.drafters._children import DrawCounts, PickModels, draw_level, is_drawn
+from outpace.drafters._model_drafter import DrawCounts, PickModels, draw_level, is_drawn
 from outpace.drafters._tree_expander import max_session_bytes, tokens_below_root
 from outpace.models.base import Model, chain
 from outpace.rules.base import top_k_rows
