@@ -169,7 +169,7 @@ def test_another_tokenizers_file_is_refused_by_the_library(tiny: Path, file: Pat
     ("content", "words", "said"),
     [
         (b"hello world", ["--drafter", "ngram"], "cacheback, retrieval or layer_skip, not for ngram"),
-        (b"hello world", ["--drafter", "foo"], "unknown drafter 'foo', allowed are cacheback, layer_skip, retrieval"),
+        (b"hello world", ["--drafter", "foo"], "unknown drafter 'foo', allowed are block, cacheback"),
         (b"hello world", [], "say which, by --drafter cacheback, retrieval or layer_skip"),
         (b"", ["--drafter", "retrieval"], "is empty"),
         (b" \n", ["--drafter", "retrieval"], "is empty"),

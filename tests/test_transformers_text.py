@@ -264,7 +264,6 @@ def test_a_fast_tokenizer_is_read_and_left_as_it_is(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     assert ours.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.tokens_differ(Tokenizer.from_folder(folder)) is None
-    ours.close()
 
 
 def test_a_tokenizer_that_is_python_code_works_the_same() -> None:

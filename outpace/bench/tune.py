@@ -16,7 +16,7 @@ from outpace.api.llm import LLM, Result
 from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
 from outpace.core import registry
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import UserError, check_whole
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.types import Drafter
 from outpace.engine.build import AUTO, PLANNED, default_drafter
@@ -173,13 +173,10 @@ def make_table(
 
 def _find_maker(drafter: str | None) -> tuple[str, ModuleType]:
     """Return the drafter's name and its module, which has a function `make`."""
-    drafters = registry.names("drafters")
-    makers = [name for name in drafters if hasattr(registry.find("drafters", name), "make")]
+    makers = [name for name in registry.names("drafters") if hasattr(registry.find("drafters", name), "make")]
     allowed = f"{', '.join(makers)} or {SEARCHED}"
     if drafter is None:
         raise UserError(f"--corpus is for one drafter: say which, by --drafter {allowed}")
-    if drafter not in drafters:
-        raise unknown("drafter", drafter, [*makers, SEARCHED])
     if drafter not in makers:
         raise UserError(f"--corpus is for --drafter {allowed}, not for {drafter}")
     return drafter, registry.find("drafters", drafter)

@@ -171,7 +171,7 @@ class DraftRunner:
         wait: a chunk for each if its time is unknown, or if the text depends on when it is drafted."""
         drafter, costs = self._of(sequence), self._costs
         sources = () if drafter is None else drafter.capabilities.sources
-        token = max([costs.draft_prefill_seconds(source, 1) for source in sources if source.runs_model], default=0.0)
+        token = max([costs.reading_token_seconds(source) for source in sources if source.runs_model], default=0.0)
         if not token or not sequence.request.rule.traits.same_text:
             return requests * CHUNK
         return max(int(costs.reading_seconds(requests) / token), _READ)

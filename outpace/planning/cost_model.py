@@ -250,6 +250,10 @@ class CostModel:
         token = self._shares.get(source.name, 0.0) * self._prefill.value  # its share of what the target takes
         return max(self._reading[source.name].value(read, token), 0.0) if read > READ_WITH_STEP else 0.0
 
+    def reading_token_seconds(self, source: DraftSource) -> float:
+        """Return how much longer a source's model reads texts for each further token; 0: unknown."""
+        return self._reading[source.name].slope(self._shares.get(source.name, 0.0) * self._prefill.value)
+
     def reading_seconds(self, rows: int) -> float:
         """Return how long texts may be read in a round in which requests that write verify `rows` rows: as long as
         their pass takes or `_READING`, so that neither side waits for the other."""

@@ -132,16 +132,21 @@ class Line:
         """The mean x of the samples."""
         return self._sums[1] / self._sums[0] if self._sums[0] else 0.0
 
-    def value(self, x: float, slope: float) -> float:
-        """Return the line's value at x. The expected `slope` weighs as much as one sample at distance 1, or at a tenth
-        of the mean x; before any sample the line begins at 0."""
+    def slope(self, expected: float) -> float:
+        """Return the line's slope. The `expected` one weighs as much as one sample at distance 1, or at a tenth of the
+        mean x."""
         count, first, second, total, mixed = self._sums
         if not count:
-            return slope * x
+            return expected
         weight = max(1.0, (0.1 * self.center) ** 2)
-        slope = (mixed - first * total / count + weight * slope) / (second - first * first / count + weight)
-        slope = max(slope, 0.0)
-        return (total - slope * first) / count + slope * x
+        slope = (mixed - first * total / count + weight * expected) / (second - first * first / count + weight)
+        return max(slope, 0.0)
+
+    def value(self, x: float, expected: float) -> float:
+        """Return the line's value at x, given the `expected` slope; before any sample the line begins at 0."""
+        count, first, _, total, _ = self._sums
+        slope = self.slope(expected)
+        return (total - slope * first) / count + slope * x if count else slope * x
 
 
 class Excess:
