@@ -102,7 +102,7 @@ def test_nothing_that_is_committed_changes_and_the_text_is_plain_decodings(
     monkeypatch.setattr(layer_skip, "_WINDOW", 6)
     monkeypatch.setattr(layer_skip, "_EVERY", 1)
     options = Options(width=width, confidence=0.0)
-    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(evenly_spaced(6, 0.4), 6, 50, 1.0))
+    drafter = Guarded(model, Sublayers((2,), (2, 3)), options, SublayerSearch(evenly_spaced(6, 0.4), 6, 50, 2.0))
     rule = "greedy" if sampling.is_greedy else "gumbel"
     requests = [make_request(text(model, 9 + n, n), rule, 30, sampling=sampling, seed=n) for n in range(3)]
     with Engine(model, drafter) as engine:
