@@ -247,12 +247,16 @@ class CostModel:
         """Return the expected seconds that a source's model needs to read `tokens` tokens of texts. A few are read with
         the next draft step."""
         read = tokens if source.reads is None else min(tokens, source.reads)
-        token = self._shares.get(source.name, 0.0) * self._prefill.value  # its share of what the target takes
-        return max(self._reading[source.name].value(read, token), 0.0) if read > READ_WITH_STEP else 0.0
+        expected = self._expected_token_seconds(source)
+        return max(self._reading[source.name].value(read, expected), 0.0) if read > READ_WITH_STEP else 0.0
 
     def reading_token_seconds(self, source: DraftSource) -> float:
         """Return how much longer a source's model reads texts for each further token; 0: unknown."""
-        return self._reading[source.name].slope(self._shares.get(source.name, 0.0) * self._prefill.value)
+        return self._reading[source.name].slope(self._expected_token_seconds(source))
+
+    def _expected_token_seconds(self, source: DraftSource) -> float:
+        """Return a source's share of what the target takes to read a token."""
+        return self._shares.get(source.name, 0.0) * self._prefill.value
 
     def reading_seconds(self, rows: int) -> float:
         """Return how long texts may be read in a round in which requests that write verify `rows` rows: as long as
