@@ -79,4 +79,4 @@ def _grow(tree: TokenTree, planner: Planner) -> Generator[Any, Any, None]:
         while width := planner.next_width(tree, source):
             if not (yield Draft(tree, source.source, width)):
                 break
-            planner.record_level(tree, source)
+            source.levels += 1

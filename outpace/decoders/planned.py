@@ -43,7 +43,7 @@ class Planned(Decoder):
                     if candidates.levels == levels:  # the drafter is too far away, or too slow
                         break
                     tree = candidates.query(context.budget)
-                    planner.record_level(tree, worker)
+                    worker.levels += 1
                 tree = tree.copy(planner.nodes_to_verify(tree))
                 context.set_directives(policy.for_pass(len(tree), planner.price))
                 picks = yield Verify(tree)

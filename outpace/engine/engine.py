@@ -363,16 +363,11 @@ class Engine(AbstractContextManager["Engine"]):
             self._record_round(batch, seconds, drafting.seconds)
 
     def _record_round(self, batch: Batch, seconds: float, drafting: float) -> None:
-        """Record the time of a round. The first round of an answer, when caches are cold, counts only if no other round
-        was timed."""
+        """Record the time of a round, unless a decoder wants another pass for it."""
         rows = tokens = 0
-        is_first = False
         for sequence, _ in batch.trees:
             steps = sequence.history.steps
-            if not steps or (sequence.action is not None and sequence.state is not State.DONE):  # it wants another pass
+            if not steps or (sequence.action is not None and sequence.state is not State.DONE):
                 return
             rows, tokens = rows + steps[-1].verified_rows, tokens + steps[-1].emitted
-            is_first = is_first or len(steps) == 1
-        if is_first and self.costs.is_timed(rows, 1):
-            return
         self.costs.record_round(len(batch.trees), rows, tokens, seconds, drafting)

@@ -188,6 +188,7 @@ class RowDrafter:
 
     def _draft(self, rows: Sequence[DraftedRow]) -> None:
         """Start the next round of all rows and draft until every decoder wants to verify."""
+        self._costs.begin_round(None)
         may_draft = self._may_draft(len(rows))
         for drafted in rows:
             context = drafted.sequence.context

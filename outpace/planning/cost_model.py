@@ -16,23 +16,21 @@ from typing import Any
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
-from outpace.planning.estimators import CaptureTimes, Excess, ExplorationBudget, LatencyCurve, LevelGains, Line
+from outpace.planning.estimators import STALE, CaptureTimes, Excess, ExplorationBudget, LatencyCurve, LevelMeans, Line
 from outpace.planning.plan import Estimates, best_rows
 
+LOOKUP_WEIGHT = 8.0  # weight of the prior of what lookups add, in rounds
+_LOOKUP_GAIN = 0.2  # prior: tokens that lookups add to a round
+_ACCEPTANCE = 0.6  # prior: chance that the target accepts a drafted token
 _CALIBRATION_FADE = (
     0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 )
 _SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
-_GAIN_FADE = 0.9  # faster, because samples are rare: a few trials must undo what bad first rounds suggested
-_LOOKUP_GAIN, _LOOKUP_WEIGHT = 0.2, 8.0  # prior: tokens that lookups add to a round, and its weight in rounds
-PRIOR_GAIN = 0.6  # prior: tokens that a level adds, per unit of acceptance probability at the leaves
-_ACCEPTANCE_FADE = 0.98
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
-_STALE = 96  # rounds after which plain decoding is timed again
+_MAX_UNTIMED = 24  # rounds that decode plainly at most until such rounds are timed
 _MAX_EXCESS = 4.0  # plain rounds; a longer pause says nothing about the next round
 READ_WITH_STEP = 2  # tokens that a model reads with its next draft step
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
-_REQUEST_GAIN_FADE = 0.93  # the same for the gains of levels: a draft that turns bad must be given up
 
 
 @dataclass
@@ -55,8 +53,9 @@ class CostModel:
         self._plain = LatencyCurve()  # rounds of plain decoding, by requests
         self._drafted = LatencyCurve(self._plain.seconds)  # rounds with drafts, by rows
         self._was_plain = True  # the last round
-        self._plain_timed: dict[int, int] = {}  # by requests: number of the round of plain decoding timed last
-        self._plain_until = 0  # see `needs_plain_round`
+        self._round = 0  # number of the round
+        self._plain_rounds: dict[int, int] = {}  # by requests: the round from which plain decoding was timed last
+        self._plain_until = 0  # rounds before this one decode plainly, to be timed
         self._excess: dict[int, Excess] = {}  # by the bit length of requests
         self._ended: tuple[int, int, float, float] | None = None  # requests, draft steps, excess, and end of a round
         self.exploration = ExplorationBudget()
@@ -68,9 +67,8 @@ class CostModel:
         self.captures = defaultdict[str, CaptureTimes](CaptureTimes)  # by source; the target's are those of ""
         self._rates = defaultdict[int, DecayedMean](partial(DecayedMean, 0.0, 0.0))  # requests -> tokens per second
         self._factors = defaultdict[str, DecayedMean](partial(DecayedMean, 1.0, 2.0, _CALIBRATION_FADE))  # by source
-        self._level_gains: dict[str, LevelGains] = {}  # by source
-        self._acceptance: dict[str, LevelGains] = {}  # by source
-        gain = partial(DecayedMean, _LOOKUP_GAIN, _LOOKUP_WEIGHT, _CALIBRATION_FADE)
+        self._acceptance: dict[str, LevelMeans] = {}  # by source
+        gain = partial(DecayedMean, _LOOKUP_GAIN, LOOKUP_WEIGHT, _CALIBRATION_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
         self._statistics: dict[str, DecayedMean] = {}  # see `statistic`
 
@@ -78,7 +76,7 @@ class CostModel:
     def num_rounds(self) -> int:
         return self._plain.num_rounds + self._drafted.num_rounds
 
-    def estimates(self, source: DraftSource, requests: int) -> Estimates:
+    def estimates(self, source: DraftSource, acceptance: LevelMeans, requests: int) -> Estimates:
         """Return what is known of rounds of this many requests that draft with this source."""
         target, graphs, excess = self.captures[""], self.captures[source.name], self.excess(requests)
         return Estimates(
@@ -86,7 +84,7 @@ class CostModel:
             self.pass_seconds,
             self._step_curve(source).seconds,
             excess.drafted,
-            self.acceptance(source).value,
+            acceptance.value,
             partial(self.draft_prefill_seconds, source),
             lambda drafting, levels: target.seconds(requests, levels + 1) + graphs.seconds(drafting, 1),
         )
@@ -103,6 +101,7 @@ class CostModel:
     def begin_round(self, start: float | None) -> None:
         """Begin a round: the pause since the last one is part of what that took. `start` is None if no request has
         waited."""
+        self._round += 1
         if self._ended is None:
             return
         requests, steps, excess, end = self._ended
@@ -130,24 +129,24 @@ class CostModel:
         is_plain = rows <= requests
         if is_plain and (every or self._was_plain or not self._plain.is_timed(requests)):
             self._plain.learn(requests, seconds - drafting)
-            self._plain_timed[requests] = self.num_rounds
+            self._plain_rounds[requests] = self._round
             self._drafted.clear_caches()
         elif not is_plain and (every or not self._was_plain):
             self._drafted.learn(rows, seconds - drafting)
         self._was_plain = is_plain
         self._rates[requests].learn(tokens, seconds)
 
-    def is_known(self, requests: int) -> bool:
-        """Return whether plain decoding of at least this many requests was timed."""
-        return self._plain.is_known(requests)
-
     def needs_plain_round(self, requests: int) -> bool:
-        """Return whether all requests should run a round of plain decoding, because none was timed recently and
-        drafting is not much faster than the last that was. Two rounds follow each other, since only the second is
-        timed."""
-        number = self.num_rounds
-        if number >= self._plain_until and self.speedup(requests) < _CLEAR and self._is_stale(requests):
-            self._plain_until = number + 2
+        """Return whether all requests should run a round of plain decoding: until that was timed for so many requests,
+        and two of every `STALE` rounds unless drafting is much faster. The first of two may pay for drafts before it,
+        and rounds in the same passes as another request's prompt are not timed."""
+        number = self._round
+        if number >= self._plain_until:
+            age = number - self._plain_rounds.setdefault(requests, number)
+            if age < _MAX_UNTIMED and not self._plain.is_known(requests):
+                self._plain_until = number + 1
+            elif age > STALE and self.speedup(requests) < _CLEAR:
+                self._plain_rounds[requests], self._plain_until = number, number + 2
         return number < self._plain_until
 
     def calibration_factor(self, source: str, length: int = 0) -> DecayedMean:
@@ -169,26 +168,13 @@ class CostModel:
         """Return the tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
         return self._lookup_gains[source, requests]
 
-    def initial_lookup_gain(self, source: str, requests: int) -> DecayedMean:
-        """Return a mean of one request's own gain, which starts from the common value."""
-        return DecayedMean(self.lookup_gain(source, requests).value, _LOOKUP_WEIGHT)
-
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
         """Return the decayed mean that a decoder keeps under this name."""
-        return self._statistics.setdefault(name, DecayedMean(prior, weight, _GAIN_FADE))
+        return self._statistics.setdefault(name, DecayedMean(prior, weight))
 
-    def level_gains(self, source: DraftSource) -> LevelGains:
-        """Return the tokens that levels of this source add, less the price of their rows, per unit of the chance that
-        the walk reaches them."""
-        return self._level_gains.setdefault(source.name, LevelGains(PRIOR_GAIN, _GAIN_FADE))
-
-    def initial_level_gains(self, source: DraftSource) -> LevelGains:
-        """Return `level_gains` for one request that runs alone, which start from the common first level's."""
-        return LevelGains(self.level_gains(source).value(0), _REQUEST_GAIN_FADE)
-
-    def acceptance(self, source: DraftSource) -> LevelGains:
+    def acceptance(self, source: DraftSource) -> LevelMeans:
         """Return the chance that the target accepts a token of a level of this source after one of the level above."""
-        return self._acceptance.setdefault(source.name, LevelGains(PRIOR_GAIN, _ACCEPTANCE_FADE))
+        return self._acceptance.setdefault(source.name, LevelMeans(_ACCEPTANCE))
 
     def _step_curve(self, source: DraftSource) -> LatencyCurve:
         """Return the times of a source's draft steps. Until they are known, a step is assumed to take its share of a
@@ -267,10 +253,6 @@ class CostModel:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
         return self._plain.is_timed(rows, samples) or self._drafted.is_timed(rows, samples)
 
-    def _is_stale(self, requests: int) -> bool:
-        """Return whether plain decoding was timed, but not in the last `_STALE` rounds."""
-        return self._plain.is_timed(requests) and self.num_rounds - self._plain_timed.get(requests, 0) > _STALE
-
     def plain_seconds(self, requests: int) -> float:
         """Return the expected seconds of a round of plain decoding, or 0 while unknown."""
         return self._plain.seconds(requests) or self._drafted.seconds(requests)
@@ -324,7 +306,6 @@ class CostModel:
             "rounds": self._drafted.state_dict(),
             "draft": draft,
             "trust": factors,
-            "growth": {name: gains.state_dict() for name, gains in self._level_gains.items()},
             "acceptance": {name: chances.state_dict() for name, chances in self._acceptance.items()},
         }
 
@@ -337,8 +318,6 @@ class CostModel:
         self._factors |= {
             name: DecayedMean(float(value), 2.0, _CALIBRATION_FADE) for name, value in profile["trust"].items()
         }
-        for name, values in profile["growth"].items():
-            self.level_gains(DraftSource(name, True)).load_state_dict(values)
         for name, values in profile["acceptance"].items():
             self.acceptance(DraftSource(name, True)).load_state_dict(values)
 

@@ -15,13 +15,14 @@ from statistics import median_low
 
 from outpace.core.stats import DecayedMean
 
+FADE = 0.97  # weight of the past in decayed means: about thirty samples count
+PRIOR_WEIGHT = 2.0  # weight of a prior, in samples
 WINDOW = 9  # samples kept for each key; their median counts
 MIN_SAMPLES = 2  # a key with fewer samples has no median
-_REFRESH_EVERY = 4  # samples after which the median of a full window is taken again
-_GAIN_WEIGHT, _LEVELS = 2.0, 8  # weight of a level's prior; levels whose gain is known separately
+STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
+_LEVELS = 8  # levels whose acceptance is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
 _READ_EVERY = 4  # rounds after which medians are read again
-_STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
 _FIRST = 4  # nodes that may be verified before any time is known
 _ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
@@ -29,17 +30,11 @@ Point = tuple[int, float]
 
 
 class RollingMedian:
-    """Rolling medians of recent timings, keyed by an integer (rows or requests).
-
-    Medians are computed when they are read: after every new sample until a key's window is full, then after every
-    fourth.
-    """
+    """Medians of the latest timings, keyed by an integer (rows or requests)."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        self._stale: set[int] = set()  # keys whose median must be computed again
-        self._since: dict[int, int] = {}  # by key with a full window: samples that its median does not include
+        self.medians: dict[int, float] = {}  # of the keys with at least `MIN_SAMPLES` samples
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._samples)
@@ -47,18 +42,14 @@ class RollingMedian:
     def learn(self, key: int, seconds: float) -> None:
         """Record another timing."""
         samples = self._samples.get(key) or deque(maxlen=WINDOW)
-        since = self._since.get(key, 0) + 1 if len(samples) == WINDOW else _REFRESH_EVERY
         samples.append(seconds)
         self._samples[key] = samples  # stored with its first sample: Ctrl-C may come between any two lines
-        if since >= _REFRESH_EVERY:
-            self._stale.add(key)
-            since = 0
-        self._since[key] = since
+        if len(samples) >= MIN_SAMPLES:
+            self.medians[key] = median_low(samples)
 
     def forget(self, key: int) -> None:
         """Drop the samples of a key, if it has any."""
-        self._stale.discard(key)
-        self._medians.pop(key, None)
+        self.medians.pop(key, None)
         self._samples.pop(key, None)
 
     def count(self, key: int) -> int:
@@ -66,42 +57,34 @@ class RollingMedian:
         return len(self._samples.get(key, ()))
 
     @property
-    def medians(self) -> Mapping[int, float]:
-        """Medians of the keys with at least `MIN_SAMPLES` samples."""
-        while self._stale:
-            samples = self._samples[key := self._stale.pop()]
-            if len(samples) >= MIN_SAMPLES:
-                self._medians[key] = median_low(samples)
-        return self._medians
-
-    @property
     def minima(self) -> Mapping[int, float]:
         return {key: min(samples) for key, samples in self._samples.items()}
 
 
-class LevelGains:
-    """The tokens that a draft level adds, per unit of the chance that the walk reaches it, by level.
+class LevelMeans:
+    """The chance that the target accepts a token of a draft level after one of the level above, by level.
 
     A level's estimate starts from that of the level above, the first level's from `prior`.
     """
 
-    def __init__(self, prior: float, fade: float) -> None:
-        self._prior, self._fade = prior, fade
-        self._sums: list[tuple[float, float]] = []  # by level: decayed sums of tokens and of chances
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._sums: list[tuple[float, float]] = []  # by level: decayed sums of accepted tokens and of samples
 
     def value(self, level: int) -> float:
-        """Return the estimate for a level; below the deepest level that was grown, that level's."""
+        """Return the estimate for a level; below the deepest level that was seen, that level's."""
         value = self._prior
-        for tokens, chances in self._sums[: level + 1]:
-            value = (tokens + _GAIN_WEIGHT * value) / (chances + _GAIN_WEIGHT)
+        for accepted, count in self._sums[: level + 1]:
+            value = (accepted + PRIOR_WEIGHT * value) / (count + PRIOR_WEIGHT)
         return value
 
-    def learn(self, level: int, tokens: float, chance: float) -> None:
-        """Add a sample; levels from the `_LEVELS`th on share one estimate. A level never takes tokens away."""
+    def learn(self, level: int, accepted: float, requests: int = 1) -> None:
+        """Add the sample of one of `requests` requests, which together count as one round. Levels from the `_LEVELS`th
+        on share one estimate."""
         level = min(level, _LEVELS - 1)
         self._sums += [(0.0, 0.0)] * (level + 1 - len(self._sums))
-        before = self._sums[level]
-        self._sums[level] = before[0] * self._fade + max(tokens, 0.0), before[1] * self._fade + chance
+        before, fade = self._sums[level], FADE ** (1.0 / requests)
+        self._sums[level] = before[0] * fade + accepted, before[1] * fade + 1.0
 
     @property
     def weight(self) -> float:
@@ -112,20 +95,19 @@ class LevelGains:
         return [self.value(level) for level in range(_LEVELS)]
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
-        self._sums = [(float(value) * _GAIN_WEIGHT, _GAIN_WEIGHT) for value in kept[:_LEVELS]]
+        self._sums = [(float(value) * PRIOR_WEIGHT, PRIOR_WEIGHT) for value in kept[:_LEVELS]]
 
 
 class Line:
     """A line that does not fall through samples (x, y), by least squares with decayed weights."""
 
-    def __init__(self, fade: float = 0.95) -> None:
-        self._fade = fade
+    def __init__(self) -> None:
         self._sums: tuple[float, ...] = (0.0,) * 5  # decayed sums of 1, x, x^2, y and x y
 
     def learn(self, x: float, y: float) -> None:
         """Add a sample."""
         terms = (1.0, x, x * x, y, x * y)
-        self._sums = tuple(self._fade * total + term for total, term in zip(self._sums, terms, strict=True))
+        self._sums = tuple(FADE * total + term for total, term in zip(self._sums, terms, strict=True))
 
     @property
     def center(self) -> float:
@@ -153,7 +135,7 @@ class Excess:
     """Seconds that rounds take beyond what is expected of their passes and draft steps."""
 
     def __init__(self) -> None:
-        self.plain = DecayedMean(0.0, 2.0)
+        self.plain = DecayedMean(0.0, PRIOR_WEIGHT)
         self._drafted = Line()
         self._mean = DecayedMean(0.0, 0.0)  # for each draft step
 
@@ -167,8 +149,8 @@ class Excess:
 
     def drafted(self, steps: int) -> float:
         """Return what a round with this many draft steps takes beyond its pass and its steps. Until rounds differ in
-        their steps, fewer are assumed to take their share, and more the same."""
-        return self._drafted.value(steps, self._mean.value if steps < self._drafted.center else 0.0)
+        their steps, more are assumed to take the same, and half of it to be shared by fewer."""
+        return self._drafted.value(steps, self._mean.value / 2 if steps < self._drafted.center else 0.0)
 
     @property
     def of_drafts(self) -> float:
@@ -213,9 +195,9 @@ class _Use:
 class ExplorationBudget:
     """Decides when options that are not known to pay are tried.
 
-    A trial may cost a `share` of the time since the option last failed, plus a `credit` in seconds where earlier trials
-    say little, such as at the beginning of an answer. Each consecutive failure halves both, so that all failures of an
-    option cost at most the share of all time and twice one credit.
+    A trial may cost a `share` of the time since the option last failed. Where earlier trials say little, such as for a
+    new text, all of them together may also cost a `credit` in seconds. Each consecutive failure halves both, so that
+    all failures of an option cost at most the share of all time and twice one credit.
     """
 
     def __init__(self) -> None:
@@ -226,14 +208,11 @@ class ExplorationBudget:
         """Add the duration of a round."""
         self._seconds += seconds
 
-    def is_due(self, option: Hashable, cost: float, share: float, credit: float = 0.0) -> bool:
-        """Return whether a trial that takes `cost` seconds is affordable by now."""
+    def is_due(self, option: Hashable, cost: float, share: float, credit: float = 0.0, spent: float = 0.0) -> bool:
+        """Return whether a trial that takes `cost` seconds is affordable by now, of a credit of which `spent` seconds
+        are spent."""
         failures, failed_at = self._failures(option)
-        return cost < (share * (self._seconds - failed_at) + credit) / 2**failures
-
-    def was_used(self, option: Hashable) -> bool:
-        """Return whether the option was used in an earlier round."""
-        return option in self._last and self._last[option].at < self._seconds
+        return cost < share * (self._seconds - failed_at) / 2**failures or spent + cost < credit / 2**failures
 
     def record_use(self, option: Hashable, gain: float) -> None:
         """Note that the option was used in this round, as a trial or because it pays, and gained this much above its
@@ -310,7 +289,7 @@ class LatencyCurve:
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
         tried again where smaller ones suggest that they pay."""
-        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= _STALE])
+        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= STALE])
         for bucket in [bucket for bucket in self._last if bucket > widest]:
             self._times.forget(bucket)
             self._profile.pop(bucket, None)

@@ -79,7 +79,7 @@ class ParallelDraftPolicy:
 
     def _choose(self, step: float, usual: float, price: float) -> None:
         slower = usual * (self._slowness[PARALLEL].value - self._slowness[SEQUENTIAL].value)
-        first = max(self._costs.level_gains(WORKER).value(0), _MIN_GAIN)
+        first = max(self._costs.acceptance(WORKER).value(0), _MIN_GAIN)
         saved = self._left.value * min(step / first, 1.0 / price if price else step / first)
         best, other = (PARALLEL, SEQUENTIAL) if saved >= slower else (SEQUENTIAL, PARALLEL)
         unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)

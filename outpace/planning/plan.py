@@ -75,18 +75,15 @@ def best_rows(chances: Sequence[float], extra: Sequence[float], price: float) ->
     return best + 1, best_worth
 
 
-def best_width(
-    parents: Sequence[float], gain: float, price: float, seconds: Callable[[int], float]
-) -> tuple[int, float]:
-    """Return the width (1, 2, 4, ...) at which a level gains most above its price, and that; 0 if no width gains.
+def best_width(gains: Sequence[float], price: float, seconds: Callable[[int], float]) -> int:
+    """Return the width (1, 2, 4, ...) at which a level gains most above the price of its time; 0 if no width gains.
 
-    `parents`: chance that the target accepts one of the likeliest 1, 2, ... parents; `gain`: tokens per unit of that;
-    `seconds` of a draft step by its width.
+    `gains`: the tokens that a level adds below the likeliest 1, 2, ... parents; `seconds` of a draft step by its width.
     """
     best, best_gain, width = 0, 0.0, 1
-    while width <= len(parents):
-        above = gain * parents[width - 1] - price * seconds(width)
+    while width <= len(gains):
+        above = gains[width - 1] - price * seconds(width)
         if above > best_gain:
             best, best_gain = width, above
         width *= 2
-    return best, best_gain
+    return best

@@ -18,7 +18,7 @@ from outpace.models.load import Loaded
 from outpace.models.options import AUTO
 from outpace.planning.cost_model import CostModel
 
-VERSION = 7  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
+VERSION = 8  # of fields and their meaning; part of the file name, so that other versions' profiles are not read
 FEWEST = 50  # rounds that make a profile worth storing
 _LARGEST = 1e6  # no time in seconds, row count or share is greater
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
@@ -27,7 +27,6 @@ FIELDS: dict[str, Any] = {
     "rounds": dict,
     "draft": dict,
     "trust": dict,
-    "growth": dict,
     "acceptance": dict,
     "drafters": dict,
     "method": (str, type(None)),
@@ -150,10 +149,10 @@ def _checked(learnt: Any) -> dict[str, Any]:
     curves = [learnt["plain"], learnt["rounds"], *learnt["draft"].values()]
     if not all(_is_positive(value) for curve in curves for value in [*curve.values(), *map(int, curve)]):
         raise ValueError(f"a time or a row count is not a number above 0 and up to {_LARGEST:g}")
-    levels = [*learnt["growth"].values(), *learnt["acceptance"].values()]
+    levels = learnt["acceptance"].values()
     is_by_level = all(isinstance(values, list) and values for values in levels)
     if not is_by_level or not all(map(_is_number, [*learnt["trust"].values(), *chain(*levels)])):
-        raise ValueError(f"trust, growth or acceptance is not a number from 0 to {_LARGEST:g}")
+        raise ValueError(f"trust or acceptance is not a number from 0 to {_LARGEST:g}")
     return learnt
 
 

@@ -9,16 +9,15 @@ from math import exp
 from outpace.core.stats import BatchedUpdates, DecayedMean
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import DraftSource
-from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import LevelGains
+from outpace.planning.cost_model import LOOKUP_WEIGHT, CostModel
+from outpace.planning.estimators import FADE, PRIOR_WEIGHT, LevelMeans
 from outpace.planning.plan import BatchPlan, BatchState, plan_batch
 
 _CONTINUES = 0.97  # factor of a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
-_FADE = 0.97  # how fast one request's factors follow its own drafts: a few bad rounds are chance
-_COMMON = 2.0  # weight of all requests' factor in that of one
 _USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
-_SEEN = 2.5  # outcomes of one request's drafts before the model reads the texts of all others
+_SEEN = 2.5  # outcomes of drafts that say what a model is worth: for one text, or before it reads the texts of all others
+_SAVED = 0.15  # fraction of plain decoding's time that a model is assumed to save, weighed against reading the text
 
 
 @dataclass
@@ -26,15 +25,13 @@ class BatchRows:
     """The pass that is being built, and what its requests plan together. A request that plans later sees what was
     planned before.
 
-    `rows` are for each request those of this round or, until it has chosen, those of its last pass. `levels`: by level,
-    the requests for which it is grown in this round; they share its forward.
+    `rows` are for each request those of this round or, until it has chosen, those of its last pass.
     """
 
     rows: int = 0
-    levels: list[int] = field(default_factory=list)
     state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
-    new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
+    _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
     _plans: dict[str, BatchPlan] = field(default_factory=dict)  # by source
 
     @classmethod
@@ -43,35 +40,28 @@ class BatchRows:
         new = [context for context in contexts if not context.num_read]
         unread = sum([len(context.committed) for context in new])
         behind = sum([len(context.committed) - context.num_read for context in contexts]) - unread
-        batch = cls(
-            sum([context.rows for context in contexts]),
-            state=BatchState(
-                len(contexts),
-                len(contexts) - len(new),
-                behind,
-                unread,
-                sum([context.expected_tokens for context in contexts]),
-            ),
-        )
+        left = float(sum([context.expected_tokens for context in contexts]))
+        state = BatchState(len(contexts), len(contexts) - len(new), behind, unread, left)
+        batch = cls(sum([context.rows for context in contexts]), state)
         for context in contexts:
             context.requests, context.batch = len(contexts), batch
         return batch
 
-    def plan(self, source: DraftSource, max_levels: int, costs: CostModel) -> BatchPlan:
+    def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int, costs: CostModel) -> BatchPlan:
         """Return the plan of this round for all requests together: see `plan_batch`."""
         plan = self._plans.get(source.name)
         if plan is None:
-            state, estimates = self.state, costs.estimates(source, self.state.requests)
+            state, estimates = self.state, costs.estimates(source, acceptance, self.state.requests)
             plan = plan_batch(state, max_levels, estimates) if estimates.plain > 0.0 else BatchPlan(0, 0, 0.0)
             if plan.drafting > state.readers:
-                self.new_readers = state.requests if costs.acceptance(source).weight > _SEEN else int(not state.readers)
+                self._new_readers = state.requests if acceptance.weight >= _SEEN else int(not state.readers)
             self._plans[source.name] = plan
         return plan
 
-    def add_level(self, level: int) -> None:
-        """Count one more request that grows this level."""
-        self.levels += [0] * (level + 1 - len(self.levels))
-        self.levels[level] += 1
+    def may_read(self) -> bool:
+        """Return whether the draft model may begin to read the text of one more request, and count it."""
+        self._new_readers -= 1
+        return self._new_readers >= 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -105,143 +95,92 @@ class PlanningContext:
         self.rows = rows
 
 
-_SKIPS, _MAX_SKIPS = 8, 64  # rounds until a source without gain is asked again: at first, and at most
-_REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
-_EXPLORED = 3  # rounds at the beginning of an answer that find out what a model is worth for its text
-_SAVED = 0.15  # fraction of plain decoding's time that a model is assumed to save, weighed against reading the text
-
-
-class RepetitionDetector:
-    """Detects whether a text repeats itself, which is cheaper than asking the lookup sources."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        """`text` may grow; it is read when `follow` is called."""
-        self._text = text
-        self._read = -1  # tokens read so far
-        self._seen: set[int] = set()  # hashes of 4-grams
-        self._run = 0  # consecutive tokens that ended a known 4-gram
-
-    def follow(self) -> int:
-        """Return roughly how many of the last tokens occurred before; 0 if they are too few for a repetition."""
-        text = self._text
-        start = max(len(text) - _KNOWN, 0) if self._read < 0 else self._read
-        for end in range(max(start + 1, _REPEATED), len(text) + 1):
-            key = hash(tuple(text[end - _REPEATED : end]))
-            self._run = self._run + 1 if key in self._seen else 0
-            self._seen.add(key)
-        self._read = len(text)
-        return self._run + _REPEATED - 1 if self._run else 0
-
-
 class LookupSource:
-    """A source that runs no model, and what it gained for this request.
+    """A source that runs no model, and what it gained for this request: tokens that it adds to a round that asks it,
+    minus the price of its rows. It is asked while that pays for its CPU time, and now and then if it does not."""
 
-    While it gains nothing it is asked less and less often, but at once when the text repeats itself for longer than it
-    did when asking was in vain.
-    """
-
-    def __init__(self, source: DraftSource, gain: DecayedMean) -> None:
+    def __init__(self, source: DraftSource, context: PlanningContext) -> None:
         self.source = source
-        self.gain = gain  # tokens that it adds to a round that asks it, minus the price of its rows
         self.is_active = False  # whether it drafts in this round
-        self._skipped = 0  # rounds since it was asked
-        self._wait = _SKIPS  # rounds until it is asked again
-        self._min_repetition = _REPEATED  # repeated tokens that make it worth asking
+        self._context, self._costs = context, context.costs
+        self._gain = DecayedMean(self._costs.lookup_gain(source.name, context.requests).value, LOOKUP_WEIGHT)
 
-    def is_due(self, repetitions: RepetitionDetector) -> bool:
-        """Count a round and return whether to ask the source although it gains nothing."""
-        self._skipped += 1
-        return self._skipped >= self._wait or repetitions.follow() >= self._min_repetition
+    def should_draft(self, price: float, trials: float) -> bool:
+        """Return whether to ask the source in this round, in which a second is worth `price` tokens."""
+        seconds = self._costs.draft_seconds(self.source)
+        if self._gain.value > price * seconds:
+            return True
+        return self._costs.exploration.is_due(self._option, seconds, trials)
 
-    def update_backoff(self, pays: bool, repetitions: RepetitionDetector) -> None:
-        """Adapt the waiting time after a round in which it was asked."""
-        if pays:
-            self._wait, self._min_repetition = _SKIPS, _REPEATED
-        elif self._skipped >= self._wait:
-            self._wait = min(2 * self._wait, _MAX_SKIPS)
-        elif self._skipped:
-            self._min_repetition = 2 * max(repetitions.follow(), _REPEATED)
-        self._skipped = 0
+    def learn(self, gain: float, price: float) -> None:
+        """Learn from a round that asked it."""
+        self._gain.learn(gain)
+        self._costs.lookup_gain(self.source.name, self._context.requests).learn(gain)
+        self._costs.exploration.record_use(self._option, gain - price * self._costs.draft_seconds(self.source))
+
+    @property
+    def _option(self) -> tuple[str, bool]:
+        """The exploration budget's name for asking it."""
+        return self.source.name, self._context.requests > 1
 
 
 class ModelSource:
-    """A source that runs a model, and what its levels gained for this request.
-
-    A request that runs alone explores in its first rounds what the model gains for its text, whatever it gained
-    for others.
-    """
+    """A source that runs a model, and how many of its tokens were accepted for this request."""
 
     def __init__(self, source: DraftSource, context: PlanningContext) -> None:
         self.source = source
         self.levels = 0  # of this round's tree
         self.first = 0  # levels that a worker had drafted before the round
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
-        self.trial_level = -1  # the level of this round that was grown to find out whether it pays
+        self.trial_seconds = 0.0  # its expected time
         self.trial_price = 0.0  # tokens that it must add to pay for its time, reading excluded
-        self.trial_tokens = 0.0  # tokens that this level was expected to add once its nodes were known
         self._context, self._costs = context, context.costs
-        self._read = 0  # tokens of the text that the model has read
-        self._level_gains = self._costs.initial_level_gains(source)
-        self._rounds = 0  # rounds in which it drafted
-        self.gain = 0.0  # accepted tokens of these rounds minus the price of reading and of its draft steps, in tokens
+        self._common = self._costs.acceptance(source)
+        self._own = LevelMeans(self._common.value(0))
+        self.spent = 0.0  # seconds of this request's trials of a first level that failed
 
     @property
-    def is_first_level_trial(self) -> bool:
-        """Whether its first level in this round is a trial."""
-        return self.is_trial and self.levels == 1 and not self.first
+    def acceptance(self) -> LevelMeans:
+        """The chances of its tokens to be accepted, by level: this request's own if it runs alone, else those of all
+        requests."""
+        return self._own if self._context.requests == 1 else self._common
 
-    @property
-    def gains(self) -> LevelGains:
-        """The gains of its levels: this request's own if it runs alone, else those of all requests."""
-        return self._level_gains if self._context.requests == 1 else self._costs.level_gains(self.source)
+    def begin_round(self) -> None:
+        self.levels, self.first, self.is_trial = 0, 0, False
 
-    def record_gain(self, tokens: float, chance: float) -> None:
-        """Learn that the next level added this many tokens below leaves that the walk reaches with this chance."""
-        self._costs.level_gains(self.source).learn(self.levels, tokens, chance)
+    def record_acceptance(self, level: int, accepted: float) -> None:
+        """Learn whether a token of this level was accepted after one of the level above."""
+        self._common.learn(level, accepted, self._context.requests)
         if self._context.requests == 1:
-            self._level_gains.learn(self.levels, tokens, chance)
+            self._own.learn(level, accepted)
 
     @property
     def has_read(self) -> bool:
         """Whether the model has read the beginning of the text."""
-        return self._read > 0
+        return self._context.num_read > 0
 
     @property
     def catch_up_seconds(self) -> float:
         """Expected seconds for reading the text that the model has not read."""
-        unread = len(self._context.committed) - self._read
+        unread = len(self._context.committed) - self._context.num_read
         return self._costs.draft_prefill_seconds(self.source, unread) if unread > 0 and not self.levels else 0.0
 
-    def may_save(self) -> float:
-        """Return the seconds that the model is assumed to save in the rest of the answer."""
-        requests = self._context.requests
-        return _SAVED * self._context.expected_tokens * self._costs.plain_seconds(requests) / requests
+    def may_try(self, seconds: float, share: float) -> bool:
+        """Return whether to try another level that takes `seconds` and is not expected to pay. Those of a new text that
+        is written alone may cost what the model is assumed to save in it."""
+        credit = 0.0
+        if self._context.requests == 1 and not self.levels:
+            credit = _SAVED * self._context.expected_tokens * self._costs.plain_seconds(1)
+        option = self.level_option(self.levels)
+        return self._costs.exploration.is_due(option, seconds, share, credit, self.spent)
 
-    def end_round(self, emitted: int, step: float) -> None:
-        """End a round in which it drafted and the target wrote `emitted` tokens; `step`: a draft step's price in
-        tokens."""
-        self._read = self._context.num_read = len(self._context.committed) + emitted
-        self._rounds += 1
-        self.gain += emitted - 1 - step * (self.levels - self.first)
+    def end_round(self, emitted: int) -> None:
+        """End a round in which it drafted and the target wrote `emitted` tokens."""
+        self._context.num_read = len(self._context.committed) + emitted
 
-    def end(self) -> None:
-        """End the request: record whether its drafts paid, which decides what a trial on the next text may cost."""
-        if self._rounds and self._context.requests == 1:
-            self._costs.exploration.record_use(self.text_option, self.gain)
-
-    @property
-    def is_new_text(self) -> bool:
-        """Whether the request is still finding out what the model gains for its text."""
-        return self._rounds < _EXPLORED
-
-    @property
-    def text_option(self) -> tuple[str, str]:
-        """The exploration budget's name for trying the model on a new text."""
-        return self.source.name, "new text"
-
-    def level_option(self, level: int) -> tuple[str, int, int]:
+    def level_option(self, level: int) -> tuple[str, bool, bool]:
         """Return the exploration budget's name for growing a first or a further level that does not pay."""
-        return self.source.name, min(level, 1), self._context.requests > 1
+        return self.source.name, level > 0, self._context.requests > 1
 
 
 class AcceptanceModel:
@@ -258,7 +197,7 @@ class AcceptanceModel:
         """`text`: the request's tokens; the caller extends this list."""
         self._costs, self._text = costs, text
         self._by_length = {source.name for source in sources if source.by_length}
-        self._means = {source.name: DecayedMean(0.0, 0.0, _FADE) for source in sources if not source.is_calibrated}
+        self._means = {source.name: DecayedMean(0.0, 0.0, FADE) for source in sources if not source.is_calibrated}
         self._tree: TokenTree | None = None
         self._factors = self._current_factors()  # by source, for this tree
         self._verified = BatchedUpdates[tuple[TokenTree, Sequence[int]]](self._learn_round, _BATCH)
@@ -269,7 +208,7 @@ class AcceptanceModel:
 
     def _current_factors(self) -> dict[str, float]:
         """Return this request's own factor of each source, which starts from that of all requests."""
-        return {name: mean.given(self._common(name).value, _COMMON) for name, mean in self._means.items()}
+        return {name: mean.given(self._common(name).value, PRIOR_WEIGHT) for name, mean in self._means.items()}
 
     def _common(self, name: str) -> DecayedMean:
         """Return the factor of all requests; for sources with `by_length`, of all with texts of about this length."""
