@@ -88,8 +88,8 @@ class LevelMeans:
 
     @property
     def weight(self) -> float:
-        """Decayed number of samples of the first level."""
-        return self._sums[0][1] if self._sums else 0.0
+        """Decayed number of samples."""
+        return sum([count for _, count in self._sums])
 
     def state_dict(self) -> list[float]:
         return [self.value(level) for level in range(_LEVELS)]

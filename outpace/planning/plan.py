@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_LEAST_GAIN = 0.03  # share of the time that drafting must save, since the best of several estimates is too good
+_LEAST_GAIN = 0.01  # share of the time that drafting must save, since the best of several estimates is too good
 
 
 class BatchState(NamedTuple):
@@ -57,7 +57,7 @@ def plan_batch(batch: BatchState, max_levels: int, estimates: Estimates) -> Batc
             rate = tokens / max(seconds + estimates.excess(levels), estimates.plain)
             total = batch.tokens_left / rate + reading + estimates.capture(drafting, levels)
             if total < shortest:
-                best, shortest = BatchPlan(levels, drafting, rate), total
+                best, shortest = BatchPlan(levels, drafting, rate), (1.0 - _LEAST_GAIN) * total
     return best
 
 

@@ -105,9 +105,11 @@ class Planner:
     def _max_levels(self, model: ModelSource) -> int:
         """Return the most levels that a round may have: no more than rows that may be verified."""
         context, costs = self._context, self._costs
-        rows = max(costs.max_extra_rows(context.requests - 1) // context.requests, 1)
+        plan, drafting = self._batch_plan(model), context.batch.num_drafting
+        rows = max(costs.max_extra_rows(context.requests - 1) // drafting, 1)
         if rows > 1 and costs.captures[""].seconds(context.requests, context.budget):
-            rows = min(rows, max(self._max_rows(self._batch_plan(model).levels) - 1, 1))
+            levels = plan.levels if drafting == context.requests else 1
+            rows = min(rows, max(self._max_rows(levels) - 1, 1))
         return min(self._options.deepest, context.budget - 1, rows)
 
     def _batch_plan(self, model: ModelSource) -> BatchPlan:
@@ -134,6 +136,8 @@ class Planner:
             more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
             width = best_width(gains, self.price, lambda width: more + costs.step_seconds(model.source, width))
         else:
+            if context.batch.num_drafting < context.requests:
+                return 1
             self.price = max(self.price, plan.rate)
             width = best_width(gains, self.price, self._seconds_of_width(model, plan.drafting))
         return width or int(not model.levels)

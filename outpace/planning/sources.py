@@ -32,6 +32,7 @@ class BatchRows:
     state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
     _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
+    _num_begun: int = 0  # how many of them have
     _plans: dict[str, BatchPlan] = field(default_factory=dict)  # by source
 
     @classmethod
@@ -58,10 +59,15 @@ class BatchRows:
             self._plans[source.name] = plan
         return plan
 
+    @property
+    def num_drafting(self) -> int:
+        """Requests that may draft with a model in this round, at least 1; known once there is a plan."""
+        return min(max(self.state.readers + self._new_readers, 1), self.state.requests)
+
     def may_read(self) -> bool:
         """Return whether the draft model may begin to read the text of one more request, and count it."""
-        self._new_readers -= 1
-        return self._new_readers >= 0
+        self._num_begun += 1
+        return self._num_begun <= self._new_readers
 
 
 @dataclass(eq=False, kw_only=True)
