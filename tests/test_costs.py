@@ -17,7 +17,7 @@ from outpace.drafters._model_drafter import PickModels
 from outpace.models.load import Loaded
 from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
-from outpace.planning.estimators import LevelGains
+from outpace.planning.estimators import LevelMeans
 
 COPIES, DRAFT = DraftSource("ngram", False), DraftSource("model", True)
 
@@ -143,19 +143,33 @@ def test_costs_of_a_draft_follow_from_its_weights_until_they_are_timed() -> None
     assert costs.draft_seconds(DRAFT) == 2.0
 
 
-def test_the_gain_of_a_level_starts_from_that_of_the_level_above() -> None:
-    gains = LevelGains(0.6, fade=0.5)
-    assert gains.state_dict() == [0.6] * 8
-    gains.learn(0, 1.8, 2.0)
-    assert [gains.value(level) for level in range(6)] == [pytest.approx((1.8 + 1.2) / 4)] * 6
-    gains.learn(1, 0.0, 2.0)
-    assert gains.value(0) == pytest.approx(0.75)
-    assert gains.value(5) == gains.value(1) == pytest.approx(1.5 / 4)
-    gains.learn(9, 4.0, 4.0)
-    assert gains.value(20) > 0.7, "deep levels share one estimate"
-    again = LevelGains(0.1, fade=0.5)
+def test_the_acceptance_of_a_level_starts_from_that_of_the_level_above() -> None:
+    means = LevelMeans(0.6)
+    assert means.state_dict() == [pytest.approx(0.6)] * 8
+    for accepted in (1.0, 1.0):
+        means.learn(0, accepted)
+    assert [means.value(level) for level in range(6)] == [pytest.approx((1.95 + 1.2) / (1.95 + 2))] * 6
+    for _ in range(40):
+        means.learn(1, 0.0)
+    assert means.value(0) > 0.7
+    assert means.value(5) == means.value(1) < 0.1
+    for _ in range(20):
+        means.learn(9, 1.0)
+    assert means.value(20) > 0.7, "deep levels share one estimate"
+    again = LevelMeans(0.1)
     again.load_state_dict([0.5] * 8)
     assert again.value(3) > 0.4
+
+
+def test_the_requests_of_a_round_together_fade_as_much_as_one() -> None:
+    """Otherwise the acceptance of 32 requests would be that of their last round."""
+    one, many = LevelMeans(0.6), LevelMeans(0.6)
+    for accepted in (1.0, 0.0):
+        for _ in range(30):
+            one.learn(0, accepted)
+            for _ in range(32):
+                many.learn(0, accepted, requests=32)
+    assert many.value(0) == pytest.approx(one.value(0), abs=0.06)
 
 
 LEARNT = {
@@ -163,7 +177,6 @@ LEARNT = {
     "rounds": {"4": 6.5, "8": 7.5},
     "draft": {"model": {"1": 0.8, "4": 1.0}, "ngram": {"1": 0.05}},
     "trust": {"ngram": 0.5, "model": 0.9},
-    "growth": {"model": [0.6] * 8},
     "acceptance": {"model": [0.6] * 8},
     "method": "auto",
     "drafters": {},
@@ -255,7 +268,7 @@ def test_a_damaged_or_foreign_profile_is_deleted_with_a_warning(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("part", "value"),
     [
-        ("growth", {"model": [-3.6, 0.1]}),
+        ("acceptance", {"model": [-3.6, 0.1]}),
         ("acceptance", {"model": [float("nan")]}),
         ("rounds", {"1": 0.0}),
         ("draft", {"model": {"1": float("inf")}}),

