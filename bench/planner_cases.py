@@ -354,7 +354,7 @@ def trials(_: argparse.Namespace) -> None:
     def noted(self: Planner, model: Any) -> float:
         seconds = price(self, model)
         if not model.levels:
-            believed.append((seconds, len(self._context.committed) - model._read))
+            believed.append((seconds, len(self._context.committed) - self._context.num_read))
         return seconds
 
     for count in (8, 32):
