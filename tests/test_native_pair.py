@@ -118,7 +118,7 @@ def drafted(target: NativeLlama, draft: NativeLlama, draft_options: Any = None, 
     engine = Engine(target, drafter, options=EngineOptions(chunk=16, **options))
     rounds = {"1": 1.0, "2": 1.01, "8": 1.05, "16": 1.1}
     times = {"plain": rounds, "rounds": rounds, "draft": {"model": {"1": 0.05}, "ngram": {"1": 0.001}}}
-    engine.costs.load_state_dict(times | {"trust": {}, "growth": {}, "acceptance": {}})
+    engine.costs.load_state_dict(times | {"trust": {}, "acceptance": {}})
     return engine
 
 

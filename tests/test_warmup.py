@@ -58,7 +58,7 @@ def test_only_timings_remain() -> None:
         assert engine.memory.used == 0, "its keys and values are not kept for others"
         assert engine.costs.speedup(1) == 0, "what it wrote says nothing of how fast others are written"
         learnt = engine.costs.state_dict()
-        assert (learnt["growth"], learnt["trust"]) == ({}, {})
+        assert (learnt["acceptance"], learnt["trust"]) == ({}, {})
 
 
 def rounded(state: Any) -> Any:

@@ -209,8 +209,8 @@ class ExplorationBudget:
         self._seconds += seconds
 
     def is_due(self, option: Hashable, cost: float, share: float, credit: float = 0.0, spent: float = 0.0) -> bool:
-        """Return whether a trial that takes `cost` seconds is affordable by now, of a credit of which `spent` seconds
-        are spent."""
+        """Return whether a trial that takes `cost` seconds is affordable by now; `spent` seconds of the credit are not
+        left."""
         failures, failed_at = self._failures(option)
         return cost < share * (self._seconds - failed_at) / 2**failures or spent + cost < credit / 2**failures
 
