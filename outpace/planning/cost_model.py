@@ -137,7 +137,7 @@ class CostModel:
         self._rates[requests].learn(tokens, seconds)
 
     def needs_plain_round(self, requests: int) -> bool:
-        """Return whether all requests should run a round of plain decoding: until that was timed for this many requests,
+        """Return whether all requests should run a round of plain decoding: until it was timed for this many requests,
         and two of every `STALE` rounds unless drafting is much faster. The first of two may pay for drafts before it,
         and rounds in the same passes as another request's prompt are not timed."""
         number = self._round
