@@ -25,6 +25,7 @@ _ACCEPTANCE = 0.6  # prior: chance that the target accepts a drafted token
 _CALIBRATION_FADE = (
     0.99  # slower than other means: a profile describes a pair of models, not the end of the last answer
 )
+_RARE_FADE = 0.9  # of means of rare samples
 _SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
 _CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _MAX_UNTIMED = 8  # rounds that decode plainly at most until such rounds are timed
@@ -170,7 +171,7 @@ class CostModel:
 
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
         """Return the decayed mean that a decoder keeps under this name."""
-        return self._statistics.setdefault(name, DecayedMean(prior, weight))
+        return self._statistics.setdefault(name, DecayedMean(prior, weight, _RARE_FADE))
 
     def acceptance(self, source: DraftSource) -> LevelMeans:
         """Return the chance that the target accepts a token of a level of this source after one of the level above."""
