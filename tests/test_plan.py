@@ -92,8 +92,11 @@ def test_a_level_is_as_wide_as_pays(gains: list[float], seconds: float, width: i
 
 def test_of_plans_that_are_nearly_as_good_the_one_with_fewer_levels_is_taken() -> None:
     """Requests that draft deep end at different times, and each row may turn out dearer."""
-    even = estimates_of(pass_seconds=lambda rows: 10.0 * rows / 32, step_seconds=lambda nodes: 0.0)
-    nearly = even._replace(acceptance=lambda level: 1.0, pass_seconds=lambda rows: 10.0 + (rows - 32) * 0.31)
+    nearly = estimates_of(
+        acceptance=lambda level: 1.0,
+        pass_seconds=lambda rows: 10.0 + (rows - 32) * 0.31,
+        step_seconds=lambda nodes: 0.0,
+    )
     assert plan_batch(ALL_READ, 9, nearly).levels == 1
 
 

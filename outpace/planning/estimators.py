@@ -15,7 +15,7 @@ from statistics import median_low
 
 from outpace.core.stats import DecayedMean
 
-FADE = 0.95  # weight of the past in decayed means: about thirty samples count
+FADE = 0.95  # weight of the past in decayed means: about twenty samples count
 PRIOR_WEIGHT = 2.0  # weight of a prior, in samples
 WINDOW = 9  # samples kept for each key; their median counts
 MIN_SAMPLES = 2  # a key with fewer samples has no median

@@ -106,10 +106,12 @@ class Planner:
     def _max_levels(self, model: ModelSource) -> int:
         """Return the most levels that a round may have: no more than rows that may be verified."""
         context, costs = self._context, self._costs
-        plan, drafting = self._batch_plan(model), context.batch.num_drafting
+        if context.requests > 1:
+            self._batch_plan(model)  # decides how many draft
+        drafting = context.batch.num_drafting
         rows = max(costs.max_extra_rows(context.requests - 1) // drafting, 1)
         if rows > 1 and costs.captures[""].seconds(context.requests, context.budget):
-            levels = plan.levels if drafting == context.requests else 1
+            levels = self._batch_plan(model).levels if drafting == context.requests else 1
             rows = min(rows, max(self._max_rows(levels) - 1, 1))
         return min(self._options.deepest, context.budget - 1, rows)
 
