@@ -2,8 +2,10 @@
 
 Run: python bench/host_cost.py [--rounds N]
 
-Both models look their next tokens up in a table; the time of these lookups is subtracted. A level is one step of CARD's
-drafter and its insertion into the cache. Medians.
+Both models look their next tokens up in a table; the time of these lookups is subtracted. With "graphs" the models are
+those of a GPU, by the stand-in for its CUDA graphs, and the time of the replays is subtracted: what is left is how long
+a GPU would wait for the host in a round, without CUDA's own calls. A level is one step of CARD's drafter and its
+insertion into the cache. Medians.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 from outpace_kernels import TopKRows
 
 from outpace.card.cache import CandidateCache
@@ -29,9 +33,14 @@ from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.models.base import Model, Part, Session
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.cuda.captures import EagerCapture
+from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.rules.greedy import Greedy
 
 VOCAB, OFFERED, WARM_UP = 4096, 128, 32
+FEW = 256  # tokens of the vocabulary of models with captured passes, and of prompts
+GREEDY = Greedy()  # one for all requests, as in an LLM
 
 
 class TableSession(Session):
@@ -75,25 +84,65 @@ class TableModel(Model):
 
 def request(number: int, tokens: int) -> Request:
     """Return a greedy request with a prompt of its own."""
-    return Request(tuple((97 * number + n) % VOCAB for n in range(8)), Greedy(), tokens)
+    return Request(tuple((97 * number + n) % FEW for n in range(8)), GREEDY, tokens)
 
 
-def drafter(table: TableModel, **options: Any) -> Any:
-    """Build the drafter `model` with a table."""
-    return draft_model.build(draft_model.Options(**options), given=BuildContext(draft=table))
+def drafter(model: Model, **options: Any) -> Any:
+    """Build the drafter `model` with this draft model."""
+    return draft_model.build(draft_model.Options(**options), given=BuildContext(draft=model))
 
 
-def round_seconds(decoder: Any, requests: int, rounds: int) -> float:
-    """Return the median time of an engine step with this many requests."""
+class TimedCapture(EagerCapture):
+    """The stand-in for a CUDA graph, which adds up the time of its replays."""
+
+    spent = 0.0  # seconds of all replays
+
+    def replay(self) -> None:
+        start = time.perf_counter()
+        super().replay()
+        TimedCapture.spent += time.perf_counter() - start
+
+
+@patch("outpace.models.llama.cuda.captures.EagerCapture", TimedCapture)
+def graph_seconds(decoder: Any, requests: int, rounds: int) -> float:
+    """Return the median time of an engine step with this many requests and captured passes, without their replays. All
+    drafts are accepted."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    config = LlamaConfig(
+        vocab_size=FEW,
+        num_layers=1,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_positions=1 << 14,
+        tie_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        **sizes,
+    )
+    random = torch.Generator().manual_seed(7)
+    weights = {name: torch.randn(shape, generator=random) for name, shape in tensor_shapes(config).items()}
+    models = [GraphLlama.from_tensors(config, weights.__getitem__, is_eager=True) for _ in range(2)]
+    return round_seconds(decoder, requests, rounds, models, lambda: TimedCapture.spent)
+
+
+def table_seconds(decoder: Any, requests: int, rounds: int) -> float:
+    """Return the median time of an engine step with this many requests, without the models' lookups."""
+    tables = [TableModel(), TableModel(0.8)]
+    return round_seconds(decoder, requests, rounds, tables, lambda: sum(table.spent for table in tables))
+
+
+def round_seconds(
+    decoder: Any, requests: int, rounds: int, models: Sequence[Model], spent: Callable[[], float]
+) -> float:
+    """Return the median time of an engine step with a target and a draft, without the seconds added to `spent`."""
     options, times = EngineOptions(batch=requests, rows=8 * requests, reuse=False), []
-    tables = TableModel(), TableModel(0.8)
-    with Engine(tables[0], drafter(tables[1]), options=options) as engine:
+    with Engine(models[0], drafter(models[1]), options=options) as engine:
         for number in range(requests):
             engine.submit(request(number, 16 * (rounds + WARM_UP)), decoder, decoder.Options())
         for _ in range(rounds + WARM_UP):
-            start, spent = time.perf_counter(), sum(table.spent for table in tables)
+            start, before = time.perf_counter(), spent()
             engine.step()
-            times.append(time.perf_counter() - start - (sum(table.spent for table in tables) - spent))
+            times.append(time.perf_counter() - start - (spent() - before))
     return statistics.median(times[WARM_UP:])
 
 
@@ -143,11 +192,12 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     for requests in (1, 8, 32):
         for decoder in (Autoregressive, Speculative, Auto):
-            seconds = round_seconds(decoder, requests, rounds)
-            print(f"{decoder.name}, {requests} at once".ljust(32), f"{1e6 * seconds:8.0f} us a round", flush=True)
+            for kind, seconds in (("", table_seconds), ("graphs, ", graph_seconds)):
+                name, micros = f"{kind}{decoder.name}, {requests} at once", 1e6 * seconds(decoder, requests, rounds)
+                print(name.ljust(40), f"{micros:8.0f} us a round", flush=True)
     for width in (4, 16, 64):
-        print(f"CARD, width {width}".ljust(32), f"{1e6 * level_seconds(width, 20):8.0f} us a level", flush=True)
-    print("CARD, 2000 nodes".ljust(32), f"{1e6 * target_seconds(2000, 40):8.0f} us for query and correct")
+        print(f"CARD, width {width}".ljust(40), f"{1e6 * level_seconds(width, 20):8.0f} us a level", flush=True)
+    print("CARD, 2000 nodes".ljust(40), f"{1e6 * target_seconds(2000, 40):8.0f} us for query and correct")
 
 
 if __name__ == "__main__":

@@ -118,20 +118,24 @@ class GraphLlama(Llama):
         if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
             return self._score_uncaptured(forest, layers)
         groups, rest = self._captured_groups(forest)
-        outputs: dict[int, TargetOutput] = {}
-        for numbers in groups:
-            outputs |= zip(numbers, self._score_captured([forest[number] for number in numbers], layers), strict=True)
+        passes = [one for numbers in groups for one in self._score_captured(forest, numbers, layers)]
         if rest:
-            parts = [forest[number] for number in rest]
-            outputs |= zip(rest, _split(self._score_uncaptured(parts, layers), parts), strict=True)
-        return _joined([outputs[number] for number in range(len(forest))])
+            passes.append((rest, self._score_uncaptured([forest[number] for number in rest], layers)))
+        if len(passes) == 1 and len(passes[0][0]) == len(forest):
+            return passes[0][1]
+        outputs: dict[int, TargetOutput] = {}
+        for numbers, output in passes:
+            outputs |= zip(numbers, _split(output, [forest[number] for number in numbers]), strict=True)
+        nothing = self._hidden.new_empty(len(layers), 0, self._hidden.shape[1]) if layers else None
+        empty = TargetOutput(self._no_logits(), nothing)
+        return _joined([outputs.get(number, empty) for number in range(len(forest))])
 
     def _captured_groups(self, forest: Sequence[Part]) -> tuple[list[list[int]], list[int]]:
         """Return the parts of each captured pass, and the parts without a bucket, by number."""
         trees = [number for number, part in enumerate(forest) if self._has_bucket(part, MAX_NODES)]
         counts = [len(forest[number].tokens) for number in trees]
         groups = [[trees[place] for place in places] for places in split_by_length(counts)]
-        rest = [number for number in range(len(forest)) if number not in trees]
+        rest = sorted({*range(len(forest))}.difference(trees))
         read = [number for number in rest if self._has_bucket(forest[number], MAX_READ)]
         if read and _bucket_rows([next_power_of_two(len(forest[number].tokens)) for number in read]) <= MAX_ROWS:
             groups.append(read)
@@ -171,31 +175,30 @@ class GraphLlama(Llama):
             for count in (FEW_MOVES, MAX_MOVES) if batch <= min(self.pool.rows, MAX_SESSIONS) else ():
                 self._captured_moves(0, batch, count)
 
-    def _score_captured(self, forest: Sequence[Part], layers: Sequence[int]) -> list[TargetOutput]:
-        """Run captured passes over all parts; return the output of each."""
-        parts: list[BatchPart] = []
-        for part in forest:
-            before = part.session.pending
-            parts.append((part.session, part, before, part.session.extend(part.parents)))
-        self._place([session for session, *_ in parts if session.row is not None])
+    def _score_captured(
+        self, forest: Sequence[Part], numbers: Sequence[int], layers: Sequence[int]
+    ) -> list[tuple[list[int], TargetOutput]]:
+        """Run captured passes over the parts with these numbers; return the numbers of each pass, and its output."""
+        parts: dict[int, BatchPart] = {}
+        for number in numbers:
+            session, before = forest[number].session, forest[number].session.pending
+            parts[number] = session, forest[number], before, session.extend(forest[number].parents)
+        self._place([session for session, *_ in parts.values() if session.row is not None])
         saved = {layer: self._saved_states(layer) for layer in layers}
-        nothing = self._hidden.new_empty(len(layers), 0, self._hidden.shape[1]) if layers else None
-        outputs = [TargetOutput(self._no_logits(), nothing)] * len(forest)
+        outputs = []
         for start in range(0, len(parts), MAX_SESSIONS):
             places = range(start, start + MAX_SESSIONS)
-            numbers = [number for number, (session, *_) in enumerate(parts) if session.row in places]
-            if not numbers:
+            own = [number for number, (session, *_) in parts.items() if session.row in places]
+            if not own:
                 continue
-            block = [parts[number] for number in numbers]
+            block = [parts[number] for number in own]
             self._run(start, block, saved)
             hidden = None
             if layers:
                 rows = pass_rows(start, block, [part.hidden_rows for _, part, *_ in block])
                 index = to_device(rows, np.int64, self.device)
                 hidden = torch.stack([saved[layer][index] for layer in layers])
-            found = _split(TargetOutput(self._read(start, block), hidden), [part for _, part, *_ in block])
-            for number, output in zip(numbers, found, strict=True):
-                outputs[number] = output
+            outputs.append((own, TargetOutput(self._read(start, block), hidden)))
         return outputs
 
     def _saved_states(self, layer: int) -> Tensor:
@@ -221,24 +224,30 @@ class GraphLlama(Llama):
         work = partial(self._layers_pass, start, inputs.device, slots, saved)
         buffers, idle = (self.pool.kv, self._hidden, *saved.values()), {"slots": self.pool.padding}
         host = self.captures.begin(key, inputs, work, *buffers, idle=idle)
-        for part in block:
-            self._fill(host, part[0].place - start, part)
+        self._fill(host, start, block)
         inputs.send()
         self.captures.replay(key)
 
-    def _fill(self, host: dict[str, np.ndarray], row: int, batch_part: BatchPart) -> None:
-        session, part, before, visible = batch_part
-        new, length = len(part.tokens), session.length
-        below = np.asarray(session.pending_depths, dtype=np.int64)
-        depths = below[before:]
-        host["lengths"][row] = length
-        host["below"][row, : len(below)] = below
-        host["tokens"][row, :new] = part.tokens
-        # a tree may extend past the context; those nodes are never committed
-        host["positions"][row, :new] = np.minimum(length + depths, self.max_positions - 1)
-        host["slots"][row, :new] = np.arange(length + before, length + before + new)
-        host["depths"][row, :new] = depths
-        host["bits"][row, :new] = visible_bits(visible)
+    def _fill(self, host: dict[str, np.ndarray], start: int, block: Sequence[BatchPart]) -> None:
+        """Write the inputs of all parts, each in one assignment."""
+        counts = [len(part.tokens) for _, part, *_ in block]
+        rows = [session.place - start for session, *_ in block]
+        nodes = [node for count in counts for node in range(count)]
+        tokens, depths, seen = list[int](), list[int](), np.zeros((len(nodes), MAX_PENDING), bool)
+        for (session, part, before, visible), row in zip(block, rows, strict=True):
+            below = session.pending_depths
+            host["below"][row, : len(below)] = below
+            seen[len(tokens) : len(tokens) + len(visible), : visible.shape[1]] = visible
+            tokens += part.tokens
+            depths += below[before:]
+        lengths = np.array([session.length for session, *_ in block])
+        places = np.repeat(rows, counts), nodes
+        host["lengths"][rows] = lengths
+        host["tokens"][places], host["depths"][places] = tokens, depths
+        # A tree may extend past the context; those nodes are never committed.
+        host["positions"][places] = np.minimum(np.repeat(lengths, counts) + depths, self.max_positions - 1)
+        host["slots"][places] = np.repeat(lengths + [before for *_, before, _ in block], counts) + nodes
+        host["bits"][places] = visible_bits(seen)
 
     def _move(self, start: int, batch: int, block: Sequence[BatchPart]) -> None:
         """Perform the sessions' deferred moves, all in one captured step before the pass."""
