@@ -395,9 +395,10 @@ def test_requests_share_the_rows_that_cost_little() -> None:
         assert [place.rows_of_others for place in places] == [8 - count for count in counts]
 
 
-@pytest.mark.parametrize(("accepted", "is_active"), [(0, False), (2, True)])
+@pytest.mark.parametrize(("accepted", "is_active"), [(0, False), (1, False), (3, True)])
 def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted: int, is_active: bool) -> None:
-    """A row costs half a token: a request that gains nothing looks up in one round of many, one that copies always."""
+    """A row costs half a token: a request whose copies do not pay for their rows looks up in one round of many, one
+    that copies always."""
     costs = costs_of((4, 6.0), (8, 9.0), (16, 15.0), samples=3, requests=4)
     planner = planner_of(costs, COPIES, requests=4)
     asked = 0
@@ -407,7 +408,7 @@ def test_in_a_crowded_batch_only_requests_with_good_copies_look_them_up(accepted
         if not planner.is_plain and planner.lookups[0].is_active:
             asked += 1
             costs.record_draft(COPIES, 0.1, 1)
-            tree = chain_of(COPIES, (0.95, 0.9))
+            tree = chain_of(COPIES, (0.95, 0.9, 0.9))
             planner.record_lookup(tree)
         planner.learn(tree, range(1 + min(accepted, len(tree) - 1)))
         costs.record_round(4, 3 + len(tree), 4, 6.0 + 0.75 * (len(tree) - 1), 0.0)

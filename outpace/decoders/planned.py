@@ -33,6 +33,7 @@ class Planned(Decoder):
                 planner.begin()
                 tree = candidates.query(context.budget)
                 policy.learn(not candidates.missed, planner.load_candidates(tree, worker))
+                worker.drafts_during_passes = policy.mode != SEQUENTIAL
                 while not (candidates.is_given_up or policy.is_round_trip_long):
                     if not planner.next_width(tree, worker, candidates.best_chances(worker.source.width, leaves=True)):
                         break

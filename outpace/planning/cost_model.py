@@ -71,6 +71,7 @@ class CostModel:
         self._acceptance: dict[str, LevelMeans] = {}  # by source
         gain = partial(DecayedMean, _LOOKUP_GAIN, LOOKUP_WEIGHT, _CALIBRATION_FADE)
         self._lookup_gains = defaultdict[tuple[str, int], DecayedMean](gain)  # by source and requests
+        self._modes = defaultdict[str, LatencyCurve](LatencyCurve)  # passes by how a worker drafts during them
         self._statistics: dict[str, DecayedMean] = {}  # see `statistic`
 
     @property
@@ -168,6 +169,10 @@ class CostModel:
     def lookup_gain(self, source: str, requests: int) -> DecayedMean:
         """Return the tokens that a lookup source adds to a round that asks it, minus the price of its rows."""
         return self._lookup_gains[source, requests]
+
+    def mode_curve(self, mode: str) -> LatencyCurve:
+        """Return the times of passes, by rows, during which a worker drafts in this way."""
+        return self._modes[mode]
 
     def statistic(self, name: str, prior: float = 0.0, weight: float = 0.0) -> DecayedMean:
         """Return the decayed mean that a decoder keeps under this name."""

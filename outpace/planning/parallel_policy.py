@@ -19,8 +19,7 @@ class ParallelDraftPolicy:
     waits (sequential), and how many levels it adds in a pass.
 
     Parallel drafting slows the passes down where both share a device or cores. It pays while this takes less time than
-    drafting what it leaves for the next round, or less than these tokens are worth. Slowness is relative to the average
-    time of a pass over as many rows, because the two kinds of rounds verify different numbers of rows.
+    drafting what it leaves for the next round, or less than these tokens are worth.
 
     A level that ends after the pass is begun if the part of it that fits is larger than the chance of a miss: a hit
     saves this part, and after a miss the remaining part delays the new tree.
@@ -39,7 +38,7 @@ class ParallelDraftPolicy:
         back; 0 if unknown."""
         self._context, self._costs, self._step_seconds, self._trials = context, context.costs, step_seconds, trials
         self._round_trip = round_trip
-        self._slowness = {mode: self._costs.statistic(mode) for mode in (PARALLEL, SEQUENTIAL)}
+        self._passes = {mode: self._costs.mode_curve(mode) for mode in (PARALLEL, SEQUENTIAL)}
         self._left = self._costs.statistic("left for the next round", 0.5, 4.0)  # tokens
         self._hits = self._costs.statistic("hits", 0.5, 4.0)  # share of the rounds
         self._rows = 0  # of the last pass
@@ -48,9 +47,7 @@ class ParallelDraftPolicy:
     def learn(self, is_hit: bool, worth: float) -> None:
         """Learn from the last round, which left candidates that are worth this many tokens."""
         if self._rows:
-            usual = self._costs.pass_seconds(self._rows)
-            if usual:
-                self._slowness[self.mode].learn(self._costs.last_pass_seconds, usual)
+            self._passes[self.mode].learn(self._rows, self._costs.last_pass_seconds)
             if self.mode == PARALLEL:
                 self._left.learn(worth)
                 self._hits.learn(is_hit)
@@ -62,7 +59,7 @@ class ParallelDraftPolicy:
         if self.is_round_trip_long:
             self.mode = PARALLEL
             return self.before_pass
-        self._choose(step, seconds, price)
+        self._choose(step, price)
         if self.mode == SEQUENTIAL:
             return _REST
         return _LEVEL._replace(levels=max(1, int(seconds / step + self._hits.value)) if step and seconds else None)
@@ -77,12 +74,13 @@ class ParallelDraftPolicy:
         """Directives for the time before the next pass: one level if drafting is sequential, else no limit."""
         return _LEVEL if self.mode == SEQUENTIAL else _LEVEL._replace(levels=None)
 
-    def _choose(self, step: float, usual: float, price: float) -> None:
-        slower = usual * (self._slowness[PARALLEL].value - self._slowness[SEQUENTIAL].value)
+    def _choose(self, step: float, price: float) -> None:
+        seconds = {mode: curve.seconds(self._rows) for mode, curve in self._passes.items()}
+        slower = seconds[PARALLEL] - seconds[SEQUENTIAL]
         first = max(self._costs.acceptance(WORKER).value(0), _MIN_GAIN)
         saved = self._left.value * min(step / first, 1.0 / price if price else step / first)
         best, other = (PARALLEL, SEQUENTIAL) if saved >= slower else (SEQUENTIAL, PARALLEL)
-        unknown = next((mode for mode, mean in self._slowness.items() if not mean.value), None)
+        unknown = next((mode for mode, known in seconds.items() if not known), None)
         exploration = self._costs.exploration
         self.mode = unknown or (other if exploration.is_due(other, abs(slower - saved), self._trials) else best)
         exploration.record_use(self.mode, float(self.mode == best))

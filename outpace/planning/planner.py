@@ -192,7 +192,9 @@ class Planner:
         and only a first level. At the beginning of an answer this may cost what the model is assumed to save in it."""
         requests, batch = self._context.requests, self._context.batch
         is_typical = self._lookup_chance <= MAX_LOOKUP_CHANCE
-        if not is_typical or (requests > 1 and (model.levels or batch.is_tried)):
+        if model.drafts_during_passes or not is_typical:
+            return False
+        if requests > 1 and (model.levels or batch.is_tried):
             return False
         if requests > 1 and model.source.name != WORKER.name and self._batch_plan(model).levels:
             return False
