@@ -3,8 +3,8 @@
 Run: python bench/planner_cases.py CASE [options]; each case says below what it prints and what would be right.
 
 Each pass of a stand-in model adds its time to a virtual clock, and so do hidden costs, which the planner does not time.
-Other programs on the machine therefore hardly change a figure. With --host 1 the clock also counts the CPU time of
-this thread. The cases `ends` and `host` use neither: the first runs the shipped pair, the second measures CPU time.
+Other programs on the machine therefore hardly change a figure. With --host 1, and in the case `host`, the clock also
+counts the time that the host takes between passes. The case `ends` uses the shipped pair and no such clock.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Setting:
     target_row: float = 0.03 * MS  # of each further row
     draft_step: float = 1.5 * MS
     draft_row: float = 0.02 * MS
-    host: bool = False  # whether the clock counts CPU time too
+    host: bool = False  # whether the clock counts the host's time too
 
     @property
     def plain_pass(self) -> float:
@@ -90,7 +90,7 @@ class World:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.now = 0.0
-        self.skipped = 0.0  # CPU seconds of the stand-in models, which the clock leaves out
+        self.skipped = 0.0  # seconds of the stand-in models themselves, which the clock leaves out
         self.hidden = 0.0  # seconds that the planner did not time
         self.steps = 0  # draft steps of this round
         self.rounds = 0
@@ -101,7 +101,7 @@ class World:
 
     def clock(self) -> float:
         """Return the time in seconds."""
-        return self.now + (time.thread_time() - self.skipped if self.setting.host else 0.0)
+        return self.now + (time.perf_counter() - self.skipped if self.setting.host else 0.0)
 
     def hide(self, seconds: float) -> None:
         """Add a hidden cost to the clock."""
@@ -202,10 +202,10 @@ class ClockedTable(TableModel):
         return self._weight_bytes
 
     def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
-        start = time.thread_time()
+        start = time.perf_counter()
         scored = super().score_sparse(forest)
-        self._world.skipped += time.thread_time() - start
         self._run(forest)
+        self._world.skipped += time.perf_counter() - start
         return scored
 
 
@@ -419,7 +419,7 @@ def ends(_: argparse.Namespace) -> None:
 
 
 def host(args: argparse.Namespace) -> None:
-    """How much CPU time does a round take, by requests and method? With --profile: in which functions."""
+    """How much time of the host does a round take, by requests and method? With --profile: in which functions."""
     print(
         "| requests | method | us a round | us a request and round | us a written token | draft steps a round | us a"
         " draft step (above plain) |\n|--:|---|--:|--:|--:|--:|--:|"
@@ -443,14 +443,14 @@ def host(args: argparse.Namespace) -> None:
 def _round_times(
     engine: Engine, world: World, method: str, has_profile: bool, first: int = 60, rounds: int = 150
 ) -> tuple[list[float], float, int]:
-    """Return the CPU seconds of `rounds` rounds after the `first`, their draft steps a round, and all their tokens."""
+    """Return the seconds of `rounds` rounds after the `first`, their draft steps a round, and all their tokens."""
     times, steps, tokens, profile = list[float](), 0, 0, cProfile.Profile()
     stepping: Callable[..., Any] = engine.step
 
     def timed() -> None:
-        start, skipped = time.thread_time(), world.skipped
+        start, skipped = time.perf_counter(), world.skipped
         stepping()
-        times.append(time.thread_time() - start - (world.skipped - skipped))
+        times.append(time.perf_counter() - start - (world.skipped - skipped))
 
     with patch.object(engine, "step", timed):
         for number, one in enumerate(rounds_of(engine, world, method, world.setting.requests, 20_000)):
@@ -515,7 +515,7 @@ def main() -> None:
         if case is host:
             options.add_argument("--profile", action="store_true", help="print the functions by their own time")
         if case is hidden_costs:
-            options.add_argument("--host", type=int, choices=(0, 1), default=0, help="1: add the thread's CPU time")
+            options.add_argument("--host", type=int, choices=(0, 1), default=0, help="1: add the host's time")
             options.add_argument("--requests", default="1,8,32", help="numbers of concurrent requests")
             options.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
             options.add_argument("--answers", type=int, default=0, help="number of answers (default: requests, or 6)")

@@ -10,6 +10,7 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from statistics import median_low
 
@@ -70,13 +71,13 @@ class LevelMeans:
     def __init__(self, prior: float) -> None:
         self._prior = prior
         self._sums: list[tuple[float, float]] = []  # by level: decayed sums of accepted tokens and of samples
+        self._values: list[float] = []  # cached prior and estimates; empty after a change
 
     def value(self, level: int) -> float:
         """Return the estimate for a level; below the deepest level that was seen, that level's."""
-        value = self._prior
-        for accepted, count in self._sums[: level + 1]:
-            value = (accepted + PRIOR_WEIGHT * value) / (count + PRIOR_WEIGHT)
-        return value
+        if not self._values:
+            self._values = [*accumulate(self._sums, _mean_below, initial=self._prior)]
+        return self._values[min(level + 1, len(self._values) - 1)]
 
     def learn(self, level: int, accepted: float, requests: int = 1) -> None:
         """Add the sample of one of `requests` requests, which together count as one round. Levels from the `_LEVELS`th
@@ -85,6 +86,7 @@ class LevelMeans:
         self._sums += [(0.0, 0.0)] * (level + 1 - len(self._sums))
         before, fade = self._sums[level], FADE ** (1.0 / requests)
         self._sums[level] = before[0] * fade + accepted, before[1] * fade + 1.0
+        self._values = []
 
     @property
     def weight(self) -> float:
@@ -96,6 +98,12 @@ class LevelMeans:
 
     def load_state_dict(self, kept: Sequence[float]) -> None:
         self._sums = [(float(value) * PRIOR_WEIGHT, PRIOR_WEIGHT) for value in kept[:_LEVELS]]
+        self._values = []
+
+
+def _mean_below(above: float, sums: tuple[float, float]) -> float:
+    """Return the estimate for a level, given that of the level above and its own sums."""
+    return (sums[0] + PRIOR_WEIGHT * above) / (sums[1] + PRIOR_WEIGHT)
 
 
 class Line:
@@ -103,16 +111,13 @@ class Line:
 
     def __init__(self) -> None:
         self._sums: tuple[float, ...] = (0.0,) * 5  # decayed sums of 1, x, x^2, y and x y
+        self.center = 0.0  # mean x of the samples
 
     def learn(self, x: float, y: float) -> None:
         """Add a sample."""
         terms = (1.0, x, x * x, y, x * y)
-        self._sums = tuple(FADE * total + term for total, term in zip(self._sums, terms, strict=True))
-
-    @property
-    def center(self) -> float:
-        """The mean x of the samples."""
-        return self._sums[1] / self._sums[0] if self._sums[0] else 0.0
+        self._sums = tuple([FADE * total + term for total, term in zip(self._sums, terms, strict=True)])
+        self.center = self._sums[1] / self._sums[0]
 
     def slope(self, expected: float) -> float:
         """Return the line's slope. The `expected` one weighs as much as one sample at distance 1, or at a tenth of the
@@ -124,11 +129,16 @@ class Line:
         slope = (mixed - first * total / count + weight * expected) / (second - first * first / count + weight)
         return max(slope, 0.0)
 
-    def value(self, x: float, expected: float) -> float:
-        """Return the line's value at x, given the `expected` slope; before any sample the line begins at 0."""
+    def start_and_slope(self, expected: float) -> tuple[float, float]:
+        """Return the line's value at 0 and its slope, given the `expected` slope; before any sample it begins at 0."""
         count, first, _, total, _ = self._sums
         slope = self.slope(expected)
-        return (total - slope * first) / count + slope * x if count else slope * x
+        return (total - slope * first) / count if count else 0.0, slope
+
+    def value(self, x: float, expected: float) -> float:
+        """Return the line's value at x, given the `expected` slope."""
+        start, slope = self.start_and_slope(expected)
+        return start + slope * x
 
 
 class Excess:
@@ -138,6 +148,7 @@ class Excess:
         self.plain = DecayedMean(0.0, PRIOR_WEIGHT)
         self._drafted = Line()
         self._mean = DecayedMean(0.0, 0.0)  # for each draft step
+        self._lines: list[tuple[float, float]] = []  # cached: for fewer steps than usual, and for others
 
     def learn(self, steps: int, seconds: float) -> None:
         """Record a round with this many draft steps."""
@@ -146,11 +157,15 @@ class Excess:
             return
         self._mean.learn(seconds, steps)
         self._drafted.learn(steps, seconds)
+        self._lines = []
 
     def drafted(self, steps: int) -> float:
         """Return what a round with this many draft steps takes beyond its pass and its steps. Until rounds differ in
         their steps, more are assumed to take the same, and half of it to be shared by fewer."""
-        return self._drafted.value(steps, self._mean.value / 2 if steps < self._drafted.center else 0.0)
+        if not self._lines:
+            self._lines = [*map(self._drafted.start_and_slope, (self._mean.value / 2, 0.0))]
+        start, slope = self._lines[steps >= self._drafted.center]
+        return start + slope * steps
 
     @property
     def of_drafts(self) -> float:

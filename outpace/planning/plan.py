@@ -55,8 +55,8 @@ def plan_batch(batch: BatchState, max_levels: int, estimates: Estimates) -> Batc
             tokens += drafting * chance
             seconds = estimates.pass_seconds(batch.requests + drafting * levels) + levels * step
             rate = tokens / max(seconds + estimates.excess(levels), estimates.plain)
-            total = batch.tokens_left / rate + reading + estimates.capture(drafting, levels)
-            if total < shortest:
+            total = batch.tokens_left / rate + reading
+            if total < shortest and (total := total + estimates.capture(drafting, levels)) < shortest:
                 best, shortest = BatchPlan(levels, drafting, rate), (1.0 - _LEAST_GAIN) * total
     return best
 

@@ -91,11 +91,12 @@ class Planner:
     def next_width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None = None) -> int:
         """Return how many nodes the draft model should expand in another level; 0 if that neither brings more than it
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
-        is_deep = model.levels - model.first >= self._max_levels(model)
-        if self.is_plain or model.is_trial or is_deep or model.levels >= self._context.tokens_left - 1:
+        if model.levels == model.first:
+            model.max_levels = min(model.first + self._max_levels(model), self._context.tokens_left - 1)
+        if self.is_plain or model.is_trial or model.levels >= model.max_levels:
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
-        width = self._width(model, self._level_gains(tree, model, leaves)) or int(self._should_try(model))
+        width = self._width(tree, model, leaves) or int(self._should_try(model))
         if width:
             context = self._context
             self.uses_drafts = True
@@ -121,38 +122,42 @@ class Planner:
         max_levels = min(self._options.deepest, self._context.budget - 1)
         return self._context.batch.plan(model.source, model.acceptance, max_levels, self._costs)
 
-    def _width(self, model: ModelSource, gains: Sequence[float]) -> int:
-        """Return the width of another level, or 0 if none pays; `gains` as of `_level_gains`."""
-        context, costs = self._context, self._costs
+    def _width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None) -> int:
+        """Return the width of another level, or 0 if none pays; `leaves` as of `next_width`."""
+        context, is_worker = self._context, model.source.name == WORKER.name
+        if not is_worker:
+            plan = self._batch_plan(model)
+            if model.levels >= plan.levels and (context.requests > 1 or not plan.levels):
+                self._why = f"{plan.levels} levels pay for all requests together"
+                return 0
+            if not (model.levels or model.has_read or context.batch.may_read()):
+                self._why = "the draft model has not read the text"
+                return 0
+            if context.requests > 1:
+                if context.batch.num_drafting < context.requests:
+                    return 1
+                self.price = max(self.price, plan.rate)
+        gains = self._level_gains(tree, model, leaves)
+        if width := best_width(gains, self._second_price(model), self._seconds_of_width(model)):
+            return width
         self._why = f"a level adds {gains[0] if gains else 0.0:.2f}, must add {self._step_price(model):.2f}"
-        if model.source.name == WORKER.name:
-            return best_width(gains, self._second_price(model), lambda width: costs.step_seconds(model.source, 1))
-        plan = self._batch_plan(model)
-        if model.levels >= plan.levels and (context.requests > 1 or not plan.levels):
-            self._why = f"{plan.levels} levels pay for all requests together"
-            return 0
-        if not (model.levels or model.has_read or context.batch.may_read()):
-            self._why = "the draft model has not read the text"
-            return 0
-        if context.requests == 1:
+        return int(not is_worker and not model.levels)
+
+    def _seconds_of_width(self, model: ModelSource) -> Callable[[int], float]:
+        """Return the seconds of another level by its width; in a batch, of what exceeds the level that all grow."""
+        costs, source, requests = self._costs, model.source, self._context.requests
+        if source.name == WORKER.name:
+            return lambda _: costs.step_seconds(source, 1)
+        if requests == 1:
             excess = costs.excess(1)
             more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
-            width = best_width(gains, self.price, lambda width: more + costs.step_seconds(model.source, width))
-        else:
-            if context.batch.num_drafting < context.requests:
-                return 1
-            self.price = max(self.price, plan.rate)
-            width = best_width(gains, self.price, self._seconds_of_width(model, plan.drafting))
-        return width or int(not model.levels)
-
-    def _seconds_of_width(self, model: ModelSource, drafting: int) -> Callable[[int], float]:
-        """Return the seconds of a level by its width, in a batch in which `drafting` requests grow it anyway."""
-        costs, captures = self._costs, self._costs.captures[model.source.name]
-        base = costs.step_seconds(model.source, drafting)
+            return lambda width: more + costs.step_seconds(source, width)
+        drafting, captures = self._batch_plan(model).drafting, costs.captures[source.name]
+        base = costs.step_seconds(source, drafting)
 
         def seconds(width: int) -> float:
             needs_capture = width > 1 and captures.seconds(drafting, width)
-            return inf if needs_capture else costs.step_seconds(model.source, drafting + width - 1) - base
+            return inf if needs_capture else costs.step_seconds(source, drafting + width - 1) - base
 
         return seconds
 
@@ -173,11 +178,11 @@ class Planner:
         Parents are leaves, and the root and lookup nodes that the model has not expanded, with the chance that no
         lookup node continues them.
         """
+        chances = [] if predicted else self._acceptance.chances(tree)
         factor, acceptance = self._acceptance.calibration_factor(model.source), model.acceptance.value(model.levels)
         if predicted:
             parents = [factor * leaf for leaf in predicted]
         else:
-            chances = self._acceptance.chances(tree)
             parents = tree.parent_chances(chances, model.source.name, self._num_lookup_nodes, factor, not model.levels)
             deepest = self._context.tokens_left - 2  # below it only the target writes
             if tree.deepest > deepest:

@@ -160,6 +160,7 @@ class ModelSource:
         self.levels = 0  # of this round's tree
         self.first = 0  # levels that a worker had drafted before the round
         self.drafts_during_passes = False  # a worker, of whose levels something is learnt without waiting for them
+        self.max_levels = 0  # of this round's tree
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.trial_seconds = 0.0  # its expected time
         self.trial_price = 0.0  # tokens that it must add to pay for its time, reading excluded
