@@ -346,7 +346,7 @@ def test_the_surprise_of_a_text_is_that_of_its_tokens(llm: Any, monkeypatch: pyt
     assert surprise(llm.target.model, prompt, result.tokens) == pytest.approx(expected, abs=1e-4)
     assert surprise(llm.target.model, prompt, []) == 0.0
     whole = surprise(llm.target.model, prompt, long)
-    monkeypatch.setattr("outpace.bench.quality.CHUNK", 7)
+    monkeypatch.setattr("outpace.models.base.TEXT_CHUNK", 7)
     assert surprise(llm.target.model, prompt, long) == pytest.approx(whole, abs=1e-3)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,7 @@ from outpace.bench.run import Bench
 from outpace.bench.store import Record, RecordKey
 from outpace.bench.tasks import TaskPrompt
 from outpace.core.logits import host_array, log_softmax, token_scores
-from outpace.models.base import chain
-
-CHUNK = 256  # tokens per forward
+from outpace.models.base import read_text
 
 Progress = Callable[[str, int, int], None]
 
@@ -54,7 +52,8 @@ def _is_correct(bench: Bench, record: Record, prompt: TaskPrompt, runs_tests: bo
 def surprise(model: Any, prompt: Sequence[int], text: Sequence[int]) -> float:
     """Return -log p(text | prompt) in nats, at temperature 1 and without filters."""
     whole, total = [*prompt, *text], 0.0
-    for start, logits in _forwards(model, whole[:-1], len(prompt) - 1):
+    for start, held in read_text(model, whole[:-1], len(prompt) - 1):
+        logits = host_array(held.to_dense())
         following = whole[start + 1 : start + 1 + len(logits)]
         total -= sum(token_scores(log_softmax(logits.astype(np.float64)), following))
     return total
@@ -62,22 +61,9 @@ def surprise(model: Any, prompt: Sequence[int], text: Sequence[int]) -> float:
 
 def score_gap(model: Any, text: Sequence[int], tokens: tuple[int, int]) -> float:
     """Return the target's logit of the first token minus that of the second, as continuations of `text`."""
-    *_, (_, logits) = _forwards(model, text, len(text) - 1)
-    first, second = (float(logits[-1, token]) for token in tokens)
+    ((_, held),) = read_text(model, text, len(text) - 1)
+    first, second = (float(host_array(held.to_dense())[-1, token]) for token in tokens)
     return first - second
-
-
-def _forwards(model: Any, text: Sequence[int], first: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield, per forward, the first position and the logits [positions, vocab] of the positions from `first` on."""
-    session = model.open(len(text), CHUNK)
-    keep: Sequence[int] = ()
-    for start in range(0, len(text), CHUNK):
-        part = text[start : start + CHUNK]
-        wanted = [place for place in range(len(part)) if start + place >= first]
-        logits = host_array(model.score_sparse([chain(session, part, wanted, keep)]).to_dense())
-        keep = range(len(part))
-        if wanted:
-            yield start + wanted[0], logits
 
 
 def with_score_gaps(rows: Sequence[TableRow], bench: Bench) -> list[TableRow]:

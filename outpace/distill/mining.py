@@ -30,7 +30,7 @@ from outpace.core.types import Request, Row
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.distill.prompts import prompt_hash
 from outpace.engine.engine import Engine, EngineOptions
-from outpace.models.base import Capability, chain
+from outpace.models.base import Capability, read_text
 from outpace.models.files.cache import write_error
 from outpace.models.files.reading import read_optional_json, write_json
 from outpace.models.runtimes import Loaded
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 JOURNAL, SETTINGS = "mined.jsonl", "mining.json"
-CHUNK = 256  # tokens per forward of the draft model
 
 
 class Question(NamedTuple):
@@ -294,14 +293,10 @@ class Miner:
         text = [*prompt, *answer]
         start = max(first - model.draft_window, 0) if model.draft_window else 0
         known = [min(token, model.vocab_size - 1) for token in text[start:-1]]
-        session, found, keep = model.open(len(known) + 1, CHUNK), list[int](), range(0)
-        for at in range(0, len(known), CHUNK):
-            piece = known[at : at + CHUNK]
-            rows = [node for node in range(len(piece)) if start + at + node >= first - 1]
-            held = model.score_sparse([chain(session, piece, rows, keep)])
-            best = host_array(held.values).argmax(-1) if rows else np.empty(0, np.int64)
+        found = list[int]()
+        for _, held in read_text(model, known, first - 1 - start):
+            best = host_array(held.values).argmax(-1)
             found += (best if held.ids is None else held.ids[best]).tolist()
-            keep = range(len(piece))
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.core.tree import PREFIX
+
+TEXT_CHUNK = 256  # tokens that a forward of `read_text` reads
 
 
 class Capability(Enum):
@@ -177,6 +179,19 @@ class Part(NamedTuple):
 def chain(session: Any, tokens: Sequence[int], logit_rows: Sequence[int] = (), keep: Sequence[int] = ()) -> Part:
     """Make a part that continues the committed tokens by one branch. Pending nodes outside `keep` are dropped."""
     return Part(session, tokens, range(PREFIX, len(tokens) - 1), logit_rows, keep)
+
+
+def read_text(model: Model, text: Sequence[int], first: int) -> Iterator[tuple[int, SparseLogits]]:
+    """Read a text, `TEXT_CHUNK` tokens in a forward. Yield, for each forward with positions from `first` on, the first
+    of them and their logits."""
+    session, keep = model.open(len(text), TEXT_CHUNK), range(0)
+    for start in range(0, len(text), TEXT_CHUNK):
+        part = text[start : start + TEXT_CHUNK]
+        rows = range(max(first - start, 0), len(part))
+        logits = model.score_sparse([chain(session, part, rows, keep)])
+        keep = range(len(part))
+        if rows:
+            yield start + rows[0], logits
 
 
 def apply_keep(forest: Sequence[Part]) -> list[Part]:

@@ -23,7 +23,7 @@ from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model, chain
+from outpace.models.base import Model, read_text
 from outpace.models.files.cache import new_file
 from outpace.models.load import Loaded
 from outpace.rules.base import top_k_rows
@@ -41,7 +41,6 @@ _TYPES = {
     "draft_logprobs": np.float32,
 }
 _ROWS = ("target_logprobs", "draft_tokens", "draft_logprobs")
-_CHUNK = 256  # tokens per forward of the draft
 _BATCH = 8  # answers that the target writes at once
 
 Progress = Callable[[int, int], None]
@@ -175,18 +174,11 @@ def _draft_rows(model: Model, request: Request, written: Sequence[int], ranks: i
         raise UserError(f"a text of {len(text)} tokens does not fit the draft's context of {model.max_positions}")
     ranks = min(ranks, model.vocab_size)
     known = [min(token, model.vocab_size - 1) for token in text[:-1]]
-    session = model.open(len(text), _CHUNK)
     tokens, values = np.zeros((len(written), ranks), np.int32), np.full((len(written), ranks), -np.inf, np.float32)
-    place, keep = 0, range(0)
-    for at in range(0, len(known), _CHUNK):
-        piece = known[at : at + _CHUNK]
-        wanted = [node for node in range(len(piece)) if at + node >= start - 1]
-        held = model.score_sparse([chain(session, piece, wanted, keep)])
-        rows = [Row(request, text[: at + node + 1]) for node in wanted]
-        for best, ranked in top_k_rows(held, rows, ranks):
+    for first, held in read_text(model, known, start - 1):
+        rows = [Row(request, text[: place + 1]) for place in range(first, first + len(held.values))]
+        for place, (best, ranked) in enumerate(top_k_rows(held, rows, ranks), first + 1 - start):
             tokens[place, : len(best)], values[place, : len(best)] = best, ranked
-            place += 1
-        keep = range(len(piece))
     return tokens, values
 
 
