@@ -1,4 +1,4 @@
-"""Plots a bench: speed by task and method, acceptance by position, batches, and speed against quality."""
+"""Plots a bench: speed by task and method, acceptance by position, and speed against quality."""
 
 from __future__ import annotations
 
@@ -32,19 +32,16 @@ def plot(rows: Sequence[TableRow], facts: Mapping[str, Any], file: Path) -> None
     tasks = list(dict.fromkeys(row.task for row in single))
     last = [row for row in single if row.task == tasks[-1]] if tasks else []
     drafting = [row for row in last if row.acceptance_by_position]
-    has_batches = any(row.batch > 1 for row in rows)
     if len(single) > MAX_BARS:
         single, tasks = last, tasks[-1:]
     bars = max(5.0, 0.34 * len(single) + 0.5 * len(tasks))
     measures = quality_measures(last)
-    widths = [bars] + [4.6] * bool(drafting) + [4.2] * has_batches + [5.4] * len(measures)
+    widths = [bars] + [4.6] * bool(drafting) + [5.4] * len(measures)
     with figure_for(file, sum(widths), 5.4, _title(facts)) as figure:
         panels = iter(figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0])
         _plot_speeds(next(panels), single, tasks, colors)
         if drafting:
             _plot_acceptance(next(panels), drafting, colors)
-        if has_batches:
-            _plot_batches(next(panels), rows, colors)
         for measure in measures:
             _plot_quality(next(panels), last, measure, colors)
         handles, names = figure.axes[0].get_legend_handles_labels()
@@ -102,23 +99,6 @@ def _plot_acceptance(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, s
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("position in the draft")
     axes.set_title(f"accepted, once those before it were\n({MIN_ROUNDS} rounds at least)")
-
-
-def _plot_batches(axes: Any, rows: Sequence[TableRow], colors: Mapping[str, str]) -> None:
-    """Draw the total tokens/s over the number of concurrent requests."""
-    ticks: set[int] = set()
-    for label, color in colors.items():
-        points = {row.batch: row.tokens_per_second for row in rows if row.label == label and row.batch > 1}
-        if points:
-            counts = sorted(points)
-            ticks |= set(counts)
-            axes.plot(counts, [points[count] for count in counts], marker="o", color=color)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(ticks), [str(count) for count in sorted(ticks)])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("requests at once")
-    axes.set_title("tokens/s in all")
 
 
 def quality_measures(rows: Sequence[TableRow]) -> list[str]:

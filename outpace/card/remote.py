@@ -53,7 +53,6 @@ class RemoteWorker(RestartingWorker):
         self.address, self._own, self._key, self._patience = address, own, key, patience
         self._limit = LevelLimit()
         self._first = threading.Event()  # set when the first connection is ready or has failed
-        self.drafter_name = ""
         self._first_seconds = first_seconds
         link.grpc()
 
@@ -118,7 +117,7 @@ class RemoteWorker(RestartingWorker):
                 raise ProtocolError(NO_HELLO)
             if mismatch := self._own.mismatch(reply.hello):
                 return RemoteEnd(UserError(f"the drafter at {self.address} does not fit: {mismatch}"))
-            self.drafter_name, self._num_failures = reply.hello.name, 0
+            self._num_failures = 0
             connection.ping()
             self._set_ready(connection)
             self._first.set()

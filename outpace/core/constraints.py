@@ -36,11 +36,7 @@ class Constraint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a drafting process drafts without the constraint, and its proposals are verified here."""
-        return _none, ()
-
-
-def _none() -> None:
-    return None
+        return type(None), ()
 
 
 @dataclass(frozen=True, eq=False)

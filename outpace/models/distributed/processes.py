@@ -331,11 +331,7 @@ def _read(leader: Connection, messages: SimpleQueue[Message | None], is_over: th
             messages.put(pickle.loads(leader.recv_bytes()))
     except (EOFError, OSError):
         messages.put(None)
-    if not is_over.wait(_GRACE) and threading.main_thread().is_alive() and _is_follower():
+    is_follower = dist.is_initialized() and dist.get_rank() > 0  # this whole process follows rank 0
+    if not is_over.wait(_GRACE) and threading.main_thread().is_alive() and is_follower:
         print("outpace: rank 0 of the split model has ended or cut the connection", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _is_follower() -> bool:
-    """Whether this whole process follows rank 0."""
-    return dist.is_initialized() and dist.get_rank() > 0
