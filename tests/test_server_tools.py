@@ -223,7 +223,7 @@ def test_tool_parser_selects_the_form_of_calls(site: Served) -> None:
         (call,) = found["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"])["x"] in (1, 2)
         assert "".join(found["token_texts"]).startswith(expected.get(parser, '{"name": "add", "'))
-    with pytest.raises(UserError, match=r"unknown tool parser 'hermse', allowed are auto, hermes, .*did you mean"):
+    with pytest.raises(UserError, match=r"unknown tool_parser 'hermse', allowed are auto, hermes, .*did you mean"):
         ServerOptions(tool_parser="hermse")
 
 

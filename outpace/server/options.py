@@ -12,7 +12,7 @@ from typing import ClassVar
 from outpace.card.link import TlsFiles
 from outpace.core import registry
 from outpace.core.errors import UserError, require, unknown
-from outpace.core.options import CheckedOptions, number, option, parsed, switch, whole
+from outpace.core.options import CheckedOptions, number, one_of, option, parsed, switch, whole
 from outpace.models.files.reading import read_named_text
 from outpace.models.files.recommended_sampling import check_source
 from outpace.models.options import GENERATION_CONFIG
@@ -40,16 +40,6 @@ class ServerLimits(CheckedOptions):
     json_depth: int = whole(64, 1)
     stuck: float = number(60.0, 0.001)  # seconds without a finished engine step while work is pending
     ping: float = number(10.0, 0.001)  # seconds without data in a stream before a ping is sent
-
-
-def _check_prefix(name: str, value: str) -> None:
-    if value not in ("outpace", "vllm", "both"):
-        raise UserError(f"metrics prefix is {value!r}, it must be outpace, vllm or both")
-
-
-def _check_parser(name: str, value: str) -> None:
-    if value not in (AUTO, *FORMATS):
-        raise unknown("tool parser", value, (AUTO, *FORMATS))
 
 
 @dataclass(frozen=True)
@@ -80,10 +70,10 @@ class ServerOptions(CheckedOptions):
         False, "Refuse unknown fields and tools instead of ignoring them and listing them in a header."
     )
     tool_prompt: bool = switch(False, "Describe tools in the system message if the chat template ignores them.")
-    tool_parser: str = option(
-        AUTO, "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml.", _check_parser
+    tool_parser: str = one_of(
+        AUTO, (AUTO, *FORMATS), "Form of tool calls: auto, hermes, json, llama3, mistral, tools or xml."
     )
-    metrics_prefix: str = option("outpace", "Prefix of the metrics: outpace, vllm or both.", _check_prefix)
+    metrics_prefix: str = one_of("outpace", ("outpace", "vllm", "both"), "Prefix of the metrics: outpace, vllm, both.")
     log_prompts: bool = switch(False, "Write the bodies of requests into the log.")
     ssl_certfile: Path | None = option(None, "TLS certificate.")
     ssl_keyfile: Path | None = option(None, "Key of the TLS certificate.")
