@@ -415,7 +415,11 @@ def test_the_command_prints_table_json_and_plots(tmp_path: Path) -> None:
         (("--sweep", "devices=6:6:1,devices=7:8:1"), "sweep has devices twice"),
         (("--policies", "alone/optimal"), "unknown shares of the policy 'alone/optimal' 'optimal', allowed are equal"),
         (("--rtt", 4), "rtt and device-pass need device-step and server-pass"),
-        (("--train", "a.zip", "--plot", "a.png"), "--train writes a policy only, without sweep, plot and policy"),
+        (("--train", "a.zip"), "--train was removed: use the shares `optimal`"),
+        (
+            ("--policies", "greedy/learned"),
+            "unknown shares of the policy 'greedy/learned' 'learned', allowed are equal, optimal",
+        ),
         (("--device-step", 3, "--server-pass", 9, "--sweep", "devices=3:4:1"), "one link has no "),
         (("--acceptance", "much"), "acceptance is 'much', it must be rates with commas between them"),
         (("--draft-length", "long"), "draft-length is 'long', it must be a whole number or auto"),

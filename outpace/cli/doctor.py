@@ -30,7 +30,6 @@ EXTRAS = {  # of pyproject.toml: purpose, and modules
     "grammar": ("answers by a JSON schema, a regex or a grammar", "llguidance"),
     "server": ("outpace serve", "fastapi httptools llguidance prometheus_client pydantic starlette uvicorn"),
     "distill": ("outpace distill, with plots", "matplotlib torch transformers"),
-    "edge": ("learned shares in outpace edge", "gymnasium stable_baselines3"),
     "timeseries": ("outpace forecast", "matplotlib torch transformers pandas"),
     "remote": ("drafting on other machines", "grpc google.protobuf"),
     "ray": ("replicas and draft workers on a Ray cluster", "ray"),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.table import Table
 
 from outpace.cli import display
-from outpace.cli.flags import check_file, check_plot, flag, flags, flags_of
+from outpace.cli.flags import check_plot, flag, flags, flags_of
 from outpace.cli.options import JSON
-from outpace.core.errors import UserError, check_range, check_whole, require
+from outpace.core.errors import UserError, check_whole
 from outpace.core.options import help_of
 from outpace.studies.edge.settings import EdgeSettings, read_acceptance
 
@@ -57,9 +56,6 @@ class StudyFlags:
     seed: int = flag(0, "Seed of the first world.")
     sweep: str = flag("", "Settings to vary, name=first:last:step, as in devices=30:180:30,servers=4:20:4.")
     plot: Path | None = flag(None, "Write a plot to this file.")
-    policy: Path | None = flag(None, "File of a policy trained by --train, for the shares `learned`.")
-    train: Path | None = flag(None, "Train a policy for this network and write it to this .zip file (extra edge).")
-    train_minutes: float = flag(5.0, "CPU time of the training, in minutes.")
 
 
 @flags
@@ -78,32 +74,15 @@ def edge(
     rates = read_acceptance(acceptance)
     check_whole("seed", study.seed, 0, 2**31)
     check_plot("--plot", study.plot)
-    compared = study.sweep or study.plot or study.policy
-    if link != LinkFlags():
-        if compared or study.train:
-            raise UserError(
-                "one link has no sweep, plot, policy or training: leave those out, or the options of the link (rtt,"
-                " device-step, device-pass, server-pass)"
-            )
-        _show_link(link, rates, as_json)
-    elif study.train is None:
+    if link == LinkFlags():
         _show_network(network.with_rates(rates), study, as_json)
-    elif compared:
-        raise UserError("--train writes a policy only, without sweep, plot and policy: compare it in a second command")
+    elif study.sweep or study.plot:
+        raise UserError(
+            "one link has no sweep and no plot: leave those out, or the options of the link (rtt, device-step,"
+            " device-pass, server-pass)"
+        )
     else:
-        _train(network.with_rates(rates), study, study.train)
-
-
-def _train(settings: EdgeSettings, study: StudyFlags, file: Path) -> None:
-    require("--train", "edge", "stable_baselines3", "gymnasium")
-    check_file("--train", file)
-    check_range("train-minutes", study.train_minutes, 0.001, 10_000.0)
-    if file.suffix != ".zip":
-        raise UserError(f"--train is {file}, its name must end with .zip")
-    train = import_module("outpace.studies.edge.training").train  # needs the extra
-    with display.loading_bar() as bar:
-        train(settings, file, study.train_minutes, study.seed, lambda done: bar("training", done))
-    display.say(f"wrote {file}: compare it with --policy {file}")
+        _show_link(link, rates, as_json)
 
 
 def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> None:
@@ -127,14 +106,8 @@ def _show_link(given: LinkFlags, rates: tuple[float, ...], as_json: bool) -> Non
 def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> None:
     from outpace.studies.edge import report, run
 
-    learned = None
-    if study.policy is not None:
-        from outpace.studies.edge.shares import load_learned
-
-        learned = load_learned(study.policy)
-    default = [*run.DEFAULT, *(["move/learned"] if learned else [])]
-    names = [name.strip() for name in study.policies.split(",")] if study.policies else default
-    policies = [run.find_policy(name, learned) for name in dict.fromkeys(names)]
+    names = [name.strip() for name in study.policies.split(",")] if study.policies else run.DEFAULT
+    policies = [run.find_policy(name) for name in dict.fromkeys(names)]
     points: list[dict[str, float]] = run.parse_sweep(study.sweep) if study.sweep else [{}]
     for point in points:  # a wrong one is an error before the work
         replace(settings, **point)  # type: ignore[arg-type]

@@ -72,7 +72,6 @@ def as_rows(found: Sequence[tuple[Point, Sequence[PolicySummary]]]) -> list[dict
 
 Found = Sequence[tuple[Mapping[str, float], Sequence[PolicySummary]]]
 MAX_PANELS = 6
-LINES = {"optimal": "--", "learned": ":"}  # by shares
 
 
 def plot(found: Found, title: str, file: Path) -> None:
@@ -120,7 +119,7 @@ def _draw_sweep(axes: Any, found: Found, name: str) -> None:
             [row.time_error for row in rows],
             label=policy,
             marker="osd^v<>P"[number % 8],
-            linestyle=LINES.get(shares, "-"),
+            linestyle="--" if shares == "optimal" else "-",
             color=f"C{number % 10}",
         )
     axes.set(xlabel=name.replace("_", " "), yscale="log")

@@ -25,8 +25,8 @@ DEFAULT = (
     *(BASELINE, "random/equal", "max-compute/equal", "greedy/equal", "swap/equal", "move/equal"),
     *("max-sinr/optimal", "greedy/optimal", "swap/optimal", "move/optimal"),
 )
-SHARES = ("equal", "optimal", "learned")
 Divide = Callable[[SlotProblem, np.ndarray], Assignment]
+SHARES: dict[str, Divide] = {"equal": divide_equally, "optimal": divide_optimally}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EdgePolicy:
         return self.divide(problem, self.associate(problem, rng))
 
 
-def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
+def find_policy(name: str) -> EdgePolicy:
     """Return a policy by its name, as in greedy/optimal."""
     if name == SERVER_ALONE:
         return replace(find_policy("greedy/equal"), name=name, drafts=False)
@@ -51,13 +51,10 @@ def find_policy(name: str, learned: Divide | None = None) -> EdgePolicy:
         raise UserError(f"policy is {name!r}, it must be an association and shares, as in greedy/optimal")
     if first not in ASSOCIATIONS:
         raise unknown("association", first, ASSOCIATIONS)
-    allowed = SHARES if first != "alone" else ("equal",)  # a device alone shares nothing
+    allowed = tuple(SHARES) if first != "alone" else ("equal",)  # a device alone shares nothing
     if second not in allowed:
         raise unknown(f"shares of the policy {name!r}", second, allowed)
-    divide = learned if second == "learned" else divide_equally if second == "equal" else divide_optimally
-    if divide is None:
-        raise UserError(f"the policy {name} needs a trained one: name its file with --policy, or train it with --train")
-    return EdgePolicy(name, ASSOCIATIONS[first], divide)
+    return EdgePolicy(name, ASSOCIATIONS[first], SHARES[second])
 
 
 def run_policy(world: EdgeWorld, policy: EdgePolicy, seed: int = 0) -> DeviceFigures:
