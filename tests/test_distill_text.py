@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,21 +127,6 @@ def test_the_built_in_prompts() -> None:
     assert not [text for text in texts if "{" in text.replace("{1:", "").replace("{'a'", "")]
     share = sum(map(is_held_out, texts)) / len(texts)
     assert 0.01 < share < 0.03
-
-
-def test_the_disk_needed_counts_prompts_too(write: Callable[..., TextFolder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there is text, by the prompts' lengths; then by those of the text. A shard has 4 bytes for each token."""
-    reports: list[dict[str, float]] = []
-    store = write(40, 60, reports.append)
-    share = sum(shard.prompts.sum() for shard in read_shards(store.folder)) / store.tokens
-    write(40, 300, reports.append)
-    told = [report["bytes_per_token"] for report in reports if "bytes_per_token" in report]
-    assert told[1] == pytest.approx(4 + 6 * 4 + 4 * share, abs=1)
-    assert told[0] > 28
-    free = 5000 * 30  # enough for the answers alone
-    monkeypatch.setattr("outpace.distill.text.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    with pytest.raises(UserError, match="name fewer with --tokens"):
-        write(40, 5000)
 
 
 def test_held_out_answers_are_not_trained_on(write: Callable[..., TextFolder], target: Path, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ NAMES = {  # and formats
     "shards": ("shards", COUNT),
     "step": ("step", COUNT),
     "judged": ("done", ".0%"),
-    "bytes_per_token": ("bytes/token", COUNT),
     "dropped": ("torn shards dropped", COUNT),
     "seconds_left": ("left", ""),
 }

@@ -73,7 +73,6 @@ class TextFolder:
         self.shards: dict[str, tuple[int, int]] = {}  # file name -> answers, answer tokens
         self.finished: set[int] = set()  # numbers of the jobs
         self.num_dropped = 0  # torn shards
-        self._prompt_tokens = 0
         for file in shard_files(folder):
             try:
                 shard = read_shard(file)
@@ -87,11 +86,6 @@ class TextFolder:
     @property
     def tokens(self) -> int:
         return sum(tokens for _, tokens in self.shards.values())
-
-    @property
-    def prompt_share(self) -> float:
-        """Prompt tokens per answer token; 0 without text."""
-        return self._prompt_tokens / self.tokens if self.tokens else 0.0
 
     def add(self, answers: Sequence[WrittenAnswer]) -> None:
         """Write a shard; UserError if writing fails, which leaves the earlier shards intact."""
@@ -119,7 +113,6 @@ class TextFolder:
     def _add_entry(self, name: str, shard: Shard) -> None:
         self.shards[name] = (len(shard.jobs), len(shard.top_ids))
         self.finished.update(shard.jobs.tolist())
-        self._prompt_tokens += int(shard.prompts.sum())
 
     def _check_manifest(self) -> None:
         try:

@@ -53,12 +53,6 @@ class TapRecorder(Drafter):
         shape = (0, len(layers), target.config.hidden_size)
         self._empty = Taps(np.zeros(shape, np.int8), np.zeros(shape[:2], np.float32))
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's hidden states."""
-        _, layers, width = self._empty.levels.shape
-        return layers * (width + self._empty.scales.itemsize)
-
     def open(self, request: Request) -> DraftState:
         self._parts[id(request)] = [self._empty]
         return DraftState(request)

@@ -7,7 +7,6 @@ Xu et al., arXiv:2406.08464), as a model trained on conversations has also learn
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from outpace.distill.options import TEXT, DistillOptions, stage_lock
 from outpace.distill.progress_display import Progress, StageProgress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prompts
 from outpace.distill.shards import TextFolder
-from outpace.distill.taps import TAPS, TapRecorder, tap_list
+from outpace.distill.taps import TAPS, tap_list
 from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, write_answers
 from outpace.models.base import Model, check_needs, runtime_name
 from outpace.models.files.cache import weights_digest
@@ -32,7 +31,6 @@ from outpace.models.text.tokenizer import Tokenizer
 
 MAX_PROMPT = 768  # tokens; longer prompts are skipped
 SHARD = 256  # answers
-MEASURED = 256  # prompts from which the mean length of all is estimated, before there are answers
 WINDOW = 512  # jobs sorted by prompt length, so that prompts of similar length are prefilled together
 
 
@@ -59,8 +57,6 @@ def write_text(target: Path, options: DistillOptions, seconds: float | None, pro
     if options.tokens is not None and store.tokens >= options.tokens:
         return store
     max_prompt = max_prompt_length(writing, model.max_positions)
-    prompts = store.prompt_share or _mean_length(texts, tokenizer, max_prompt) / writing.max_tokens
-    _check_room(options, store.tokens, prompts, TapRecorder(taps, model).token_bytes if taps else 0, progress)
     jobs = _jobs(texts, options.temperatures, tokenizer, max_prompt, store.finished)
     started, before, written = time.monotonic(), store.tokens, 0
 
@@ -97,27 +93,6 @@ def _origin(spec: Path, tokenizer: Tokenizer, model: Model, taps: Sequence[int])
         "runtime": runtime_name(model),
     }
     return origin | ({TAPS: tap_list(taps)} if taps else {})
-
-
-def _mean_length(texts: Sequence[str], tokenizer: Tokenizer, longest: int) -> float:
-    """Return the mean number of tokens of the first MEASURED prompts, without those longer than `longest`."""
-    lengths = [len(tokenizer.encode_prompt(text)) for text in texts[:MEASURED]]
-    kept = [length for length in lengths if length <= longest]
-    return sum(kept) / max(len(kept), 1)
-
-
-def _check_room(options: DistillOptions, written: int, prompts: float, tap_bytes: int, progress: Progress) -> None:
-    """Report the bytes per answer token, with its share of the prompts; UserError if the tokens still to be written do
-    not fit on the disk. `prompts`: prompt tokens per answer token."""
-    stored = 4 + tap_bytes  # of every token: int32 id, and hidden states
-    each = stored + 6 * options.writer.top + round(prompts * stored)  # int32 id and float16 value of each top token
-    progress({"tokens": written, "bytes_per_token": each})
-    free = shutil.disk_usage(options.out).free
-    if options.tokens is not None and (needed := (options.tokens - written) * each) > free:
-        raise UserError(
-            f"{options.tokens:,} tokens need {needed / 1e9:.1f} GB, {options.out} has {free / 1e9:.1f} GB left:"
-            " name fewer with --tokens"
-        )
 
 
 def max_prompt_length(options: WriterOptions, context: int) -> int:
@@ -205,7 +180,9 @@ def write_prompts(
         settings = replace(options, max_tokens=max_tokens, top=1)
         before, started = len(known), time.monotonic()
         with file.open("a", encoding="utf-8") as stream:
-            answers = write_answers(model, tokenizer.stop_ids, settings, longest, _prompt_jobs(heads, before))
+            numbers = count(_MAX_TRIES * before)  # a continued run has other ones, so that its noise differs
+            jobs = (AnswerJob(number, tuple(heads[number % len(heads)]), TEMPERATURE) for number in numbers)
+            answers = write_answers(model, tokenizer.stop_ids, settings, longest, jobs)
             for tried, answer in enumerate(answers, 1):
                 text = _message(tokenizer, [*first[answer.job.number % len(first)], *answer.tokens.tolist()])
                 if text is not None and text not in known:
@@ -234,12 +211,6 @@ def user_beginning(tokenizer: Tokenizer, begin: str = "") -> list[int]:
     if not mark or not head:
         raise UserError("the target's chat template does not show where a user's message begins")
     return tokenizer.continuation(head + begin)
-
-
-def _prompt_jobs(heads: Sequence[Sequence[int]], before: int) -> Iterator[AnswerJob]:
-    """Yield jobs forever; a continued run starts with another number, so that its noise differs."""
-    for number in count(_MAX_TRIES * before):
-        yield AnswerJob(number, tuple(heads[number % len(heads)]), TEMPERATURE)
 
 
 def _message(tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
