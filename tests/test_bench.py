@@ -16,10 +16,9 @@ import pytest
 from outpace.bench import contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
 from outpace.bench.store import ANSWERS, SETTINGS, Record, RecordKey, Store, read_records
-from outpace.core import registry, theory
+from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.core.sampling import GREEDY, Sampling
-from outpace.models.files.reading import write_json
 
 WARM = Sampling(0.8)
 FACTS: dict[str, Any] = {"target": "t", "draft": None, "processor": "p", "commit": "c"}
@@ -294,53 +293,6 @@ def test_a_folder_of_another_bench_is_refused(tmp_path: Path) -> None:
         Store(tmp_path, SETTINGS_MADE)
 
 
-def made_rows(rate: float, **facts: Any) -> list[dict[str, Any]]:
-    found = figures.table_rows([record("autoregressive"), record("card", rate=rate)])
-    return report.plain_rows(found, FACTS | facts)
-
-
-def test_two_results_side_by_side(tmp_path: Path) -> None:
-    one, other = made_rows(20.0), made_rows(30.0, commit="d")
-    found = report.side_by_side(one[1:], [other[1] | {"task": "more"}, *other])
-    assert [row["task"] for row in found] == ["one", "one", "more"], "a task's rows follow one another"
-    found = report.side_by_side(one, [*other, other[1] | {"task": "more"}])
-    cells = [("one", "autoregressive"), ("one", "card"), ("more", "card")]
-    assert [(row["task"], row["method"]) for row in found] == cells
-    assert found[1]["tokens_per_second"] == pytest.approx([20.0, 30.0])
-    assert found[1]["ratio"] == pytest.approx(1.5)
-    assert found[1]["equal_text"] == [True, True]
-    assert found[2]["tokens_per_second"] == [None, pytest.approx(30.0)]
-    assert found[2]["ratio"] is None
-    assert report.differences(one, other) == ["commit: A c; B d"]
-    assert report.differences(one, [other[0] | {"prompts": 9}, other[1]])[1:] == ["prompts: A 1; B 9"]
-    write_json(tmp_path / "a.json", one)
-    assert report.read_rows(tmp_path / "a.json") == one
-    store = Store(tmp_path / "out", SETTINGS_MADE)  # of a bench that was killed
-    for one in (record("autoregressive"), record("card", rate=20.0)):
-        store.add(one)
-    assert [row["speedup"] for row in report.read_rows(tmp_path / "out")] == [1.0, pytest.approx(2.0)]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not JSON"),
-        ('[{"task": "x"}]', "holds no rows"),
-        ('[{"task": "x", "method": "card", "tokens_per_second": "1"}]', "holds no rows"),
-        (None, "does not exist"),
-        ("folder", "holds no bench"),
-    ],
-)
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
-    file = tmp_path / "a.json"
-    if text == "folder":
-        file.mkdir()
-    elif text is not None:
-        file.write_text(text)
-    with pytest.raises(UserError, match=message):
-        report.read_rows(file)
-
-
 def labels(methods: str, rules: str, sampling: Sampling = WARM) -> list[str]:
     found = contenders.with_rules(contenders.parse_methods(methods, {}), rules, sampling)
     return [contender.label for contender in found]
@@ -415,35 +367,14 @@ def test_rules_that_do_not_fit_are_refused(methods: str, rules: str, message: st
         labels(methods, rules)
 
 
-def drafting(label: str, **changes: Any) -> Any:
-    """Four rounds after the first: two verified one token, two verified two."""
-    known = {"positions": ((5, 4), (2, 1)), "lengths": (0, 2, 2), "draft_seconds": 0.2, "target_seconds": 0.8}
-    return record(label, **known | changes)
-
-
-def test_theory_predicts_from_the_measured_acceptance() -> None:
-    plain = record("autoregressive", target_seconds=0.4, lengths=(4,))
-    row = figures.table_rows([plain, drafting("speculative")])[1]
-    assert row.predicted_length == pytest.approx((1.8 + (1 + 0.8 + 0.8 * 0.5)) / 2)
-    alpha = 5 / 7
-    assert row.constant_length == pytest.approx(sum(theory.expected_tokens(alpha, n) for n in (1, 2)) / 2)
-    assert row.predicted_speedup == pytest.approx(row.predicted_length / (0.05 / 0.1 + 0.2 / 0.1))
-    base = figures.table_rows([plain])[0]
-    assert (base.predicted_length, base.predicted_speedup) == (None, None)
-
-
 def test_the_quality_of_texts_is_summed_over_answers() -> None:
     judged = [
-        drafting("speculative:rule=lenience", prompt="a", relaxed=2, surprise=5 * math.log(3), correct=True),
-        drafting("speculative:rule=lenience", prompt="b", relaxed=0, surprise=5 * math.log(3), correct=False),
-        drafting("speculative:rule=lenience", prompt="c"),
+        record("speculative:rule=lenience", prompt="a", relaxed=2, surprise=5 * math.log(3), correct=True),
+        record("speculative:rule=lenience", prompt="b", relaxed=0, surprise=5 * math.log(3), correct=False),
+        record("speculative:rule=lenience", prompt="c"),
     ]
     row = figures.table_rows(judged)[0]
     assert (row.relaxed, row.perplexity) == (pytest.approx(0.2), pytest.approx(3.0))
     assert (row.accuracy, row.scored) == (0.5, 2)
     bare = figures.table_rows([record("speculative")])[0]
     assert (bare.relaxed, bare.perplexity, bare.accuracy, bare.scored) == (None, None, None, 0)
-    assert report.quality_table([bare]) is None, "nothing to show"
-    shown = report.quality_table([row])
-    assert shown is not None
-    assert [str(column.header) for column in shown.columns][-3:] == ["relaxed", "perplexity", "right"]

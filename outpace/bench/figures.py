@@ -1,4 +1,4 @@
-"""Turns recorded answers into table rows: speeds, acceptance, theoretical predictions, and equality of the texts."""
+"""Turns recorded answers into table rows: speeds, acceptance, and equality of the texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from outpace.bench.contenders import PLAIN, baseline
 from outpace.bench.method_runner import PeakMemory
 from outpace.bench.store import Record, RecordKey
-from outpace.core import stats, theory
+from outpace.core import stats
 
 ALL = "all"
 
@@ -40,8 +40,7 @@ class TableRow:
     the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
     `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`. `sources` lists (drafter,
     verified tokens, emitted tokens). `relaxed` is the share of tokens that the exact rule would have rejected;
-    `accuracy` is taken over the `scored` answers; `joules_per_token` includes prefill and the machine's idle power. The
-    predicted values are explained in `_predictions`.
+    `accuracy` is taken over the `scored` answers; `joules_per_token` includes prefill and the machine's idle power.
     """
 
     task: str
@@ -73,9 +72,6 @@ class TableRow:
     failed: int
     reason: str | None
     sources: tuple[tuple[str, int, int], ...] = ()
-    predicted_length: float | None = None
-    constant_length: float | None = None
-    predicted_speedup: float | None = None
     relaxed: float | None = None
     perplexity: float | None = None
     accuracy: float | None = None
@@ -152,7 +148,6 @@ def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) 
         reason=failures[0] if failures else None,
         **_drafting(done),
         **_latencies(done),
-        **_predictions(done, pairs),
         **_quality(done),
         joules_per_token=_joules_per_token(done),
     )
@@ -242,38 +237,3 @@ def first_divergence(task: str, prompt: str, plain: Sequence[int], text: Sequenc
         if one != other:
             return Divergence(task, prompt, position, one, other)
     return None
-
-
-def _predictions(done: Sequence[Record], pairs: Sequence[tuple[Record, Record]]) -> dict[str, Any]:
-    """Predict tokens per round and the speedup from measured acceptance and times, by the formulas of `core.theory`.
-
-    `predicted_length` uses the measured acceptance of each position; `constant_length` assumes one rate for all
-    positions (Leviathan et al., arXiv:2211.17192). Rounds with different draft lengths are weighted by their number.
-    `predicted_speedup` follows from predicted_length if a round takes its drafting and its target pass and nothing
-    else; drafting in parallel with the target counts as free. `pairs` are plain decoding's answers and this method's.
-    """
-    positions = stats.merge_positions(record.positions for record in done)
-    lengths = [sum(column) for column in itertools.zip_longest(*(record.lengths for record in done), fillvalue=0)]
-    if not positions or not sum(lengths):
-        return {}
-    rates = stats.rates(positions)
-    reached, kept = (sum(column) for column in zip(*positions, strict=True))
-    by_position = [theory.expected_tokens_by_position(rates[:n]) for n in range(len(lengths))]
-    constant = [theory.expected_tokens(kept / reached, n) for n in range(len(lengths))]
-    predicted, speedup = float(np.average(by_position, weights=lengths)), None
-    plain, own = (_mean_round([pair[side] for pair in pairs]) for side in (0, 1))
-    if plain and own and plain[1]:
-        speedup = theory.speedup(predicted, 1, own[0] / plain[1], own[1] / plain[1])
-    return {
-        "predicted_length": predicted,
-        "constant_length": float(np.average(constant, weights=lengths)),
-        "predicted_speedup": speedup,
-    }
-
-
-def _mean_round(records: Sequence[Record]) -> tuple[float, float] | None:
-    """Return the mean draft and target seconds of the rounds after the first of each answer."""
-    rounds = sum(len(record.counts) - 1 for record in records if record.counts)
-    if not rounds:
-        return None
-    return sum(r.draft_seconds for r in records) / rounds, sum(r.target_seconds for r in records) / rounds

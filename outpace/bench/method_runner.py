@@ -58,8 +58,7 @@ class MethodRunner:
                 counts += [step.emitted for step in fresh]
             result = stream.finish()
         figures, history = result.figures, run.history
-        later, emitted = history.steps[1:], Counter(history.sources)
-        lengths = Counter(step.depth_offered for step in later)
+        emitted = Counter(history.sources)
         return TimedAnswer(
             tokens=result.tokens,
             seconds=time.perf_counter() - called,
@@ -72,9 +71,6 @@ class MethodRunner:
             hits=figures.hits,
             misses=figures.misses,
             relaxed=None if result.lossless else figures.relaxed,
-            lengths=tuple(lengths[length] for length in range(max(lengths, default=-1) + 1)),
-            draft_seconds=sum(step.draft_seconds for step in later),
-            target_seconds=sum(step.target_seconds for step in later),
             sources=tuple((name, verified, emitted[name]) for name, verified in history.drafted.items()),
         )
 

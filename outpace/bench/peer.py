@@ -34,9 +34,8 @@ class TimedAnswer:
     meanwhile, None if it is not measured.
 
     Only outpace's own methods report the rest. `hits` and `misses` are CARD's; `relaxed` counts the tokens that the
-    exact rule would have rejected, None if the rule is exact. Of the rounds after the first: `lengths` counts the
-    rounds that verified a branch of length 0, 1, ...; `draft_seconds` and `target_seconds` are their times. `sources`
-    lists (drafter, verified tokens, emitted tokens).
+    exact rule would have rejected, None if the rule is exact. `sources` lists (drafter, verified tokens, emitted
+    tokens).
     """
 
     tokens: tuple[int, ...] = ()
@@ -51,9 +50,6 @@ class TimedAnswer:
     hits: int = 0
     misses: int = 0
     relaxed: int | None = None
-    lengths: tuple[int, ...] = ()
-    draft_seconds: float = 0.0
-    target_seconds: float = 0.0
     sources: tuple[tuple[str, int, int], ...] = ()
 
 

@@ -1,12 +1,10 @@
-"""Shows a bench's results: tables for a terminal, rows for JSON, facts about the machine, and two benches compared."""
+"""Shows a bench's results: tables for a terminal, rows for JSON, and facts about the machine."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,12 +14,9 @@ from rich.text import Text
 
 from outpace.api.llm import LLM
 from outpace.bench.contenders import PLAIN, is_lossy_label
-from outpace.bench.figures import ALL, TableRow, table_rows
-from outpace.bench.store import ANSWERS, ROWS, read_records, read_settings
+from outpace.bench.figures import ALL, TableRow
 from outpace.core import machine
-from outpace.core.errors import UserError
 from outpace.core.stats import percent
-from outpace.models.files.reading import read_text
 
 POSITIONS = 8  # columns of the table of acceptance by position
 GREY = "bright_black"
@@ -33,7 +28,6 @@ CAPTION = (
     " temperature and precision, answers compared."
 )
 SHORT_COLUMNS = ("tokens/s", "speedup", "worst", "accepted\nlength", "same\ntext")  # without --wide
-MEASURED_QUALITY = ("relaxed", "perplexity", "right")
 SHORT_CAPTION = (
     "tokens/s: decoding only. Speedup: over plain decoding of the same prompts; worst: of one prompt. Accepted length:"
     " tokens per target pass. --wide shows more."
@@ -45,10 +39,8 @@ BATCH_CAPTION = (
     "Several at once: all tokens over the time from the call to the end of the last answer, prefill included."
 )
 QUALITY_CAPTION = (
-    "By position: tokens per round predicted from the acceptance of each position; one chance: from one rate for all"
-    " positions. By theory: the former over the time of drafting and of the target pass alone. Relaxed: tokens that a"
-    " lossy rule accepted and the exact rule would have rejected. Perplexity: of the text, by the target at temperature"
-    " 1; a good text has plain decoding's. Right: of the answers whose reference is known."
+    "Relaxed: tokens that a lossy rule accepted and the exact rule would have rejected. Perplexity: of the text, by the"
+    " target at temperature 1; a good text has plain decoding's. Right: of the answers whose reference is known."
 )
 
 
@@ -68,7 +60,7 @@ def about(llm: LLM, command: str, device: str) -> dict[str, Any]:
 
 def tables(rows: Sequence[TableRow], facts: Mapping[str, Any], is_wide: bool = False) -> RenderableType:
     """Build what is shown at the end of a bench: the rows over all tasks and what they show; with `is_wide` also those
-    of each task, all columns, predictions, acceptance by position, and the machine."""
+    of each task, all columns, acceptance by position, and the machine."""
     single = [row for row in rows if row.batch == 1]
     whole = rows[-1].task if rows and rows[0].task == rows[-1].task else ALL
     costs, quality = _columns_in_use(COST_COLUMNS, single), _columns_in_use(QUALITY_COLUMNS, single)
@@ -76,13 +68,11 @@ def tables(rows: Sequence[TableRow], facts: Mapping[str, Any], is_wide: bool = F
     if is_wide:
         caption = CAPTION + COST_CAPTION if costs else CAPTION
         parts.append(_table((*SPEED_COLUMNS, *costs), single, caption))
-        predictions = quality_table(single)
-        parts += [predictions] if predictions is not None else []
+        parts += [_table(quality, single, QUALITY_CAPTION)] if quality else []
     else:
         columns = [column for column in SPEED_COLUMNS if column[0] in SHORT_COLUMNS]
-        measured = [column for column in quality if column[0] in MEASURED_QUALITY]
         shown = [row for row in single if row.task == whole]
-        parts.append(_table((*columns, *measured, *costs), shown, SHORT_CAPTION))
+        parts.append(_table((*columns, *quality, *costs), shown, SHORT_CAPTION))
     batches = sorted({row.batch for row in rows if row.batch > 1})
     for count in batches:
         parts += [Text(f"{count} at once", style="bold")]
@@ -174,11 +164,6 @@ BATCH_COLUMNS: Columns = (
     ("same\ntext", _same_text),
 )
 QUALITY_COLUMNS: Columns = (
-    ("accepted\nlength", lambda row: number(row.mean_accepted_length, 2)),
-    ("by\nposition", lambda row: number(row.predicted_length, 2)),
-    ("one\nchance", lambda row: number(row.constant_length, 2)),
-    ("speedup", lambda row: number(row.speedup, 2, "x")),
-    ("by\ntheory", lambda row: number(row.predicted_speedup, 2, "x")),
     ("relaxed", lambda row: percent(row.relaxed)),
     ("perplexity", lambda row: number(row.perplexity, 2)),
     ("right", lambda row: percent(row.accuracy, f" of {row.scored}")),
@@ -214,17 +199,6 @@ def _name(row: TableRow, heading: TableRow | None) -> Text:
 
 def _rate(at: int, row: TableRow) -> str:
     return "".join(f"{rate:.2f}" for rate in row.acceptance_by_position[at : at + 1])
-
-
-def quality_table(rows: Sequence[TableRow]) -> Table | None:
-    """Build the second table, predictions by theory and the quality of lossy texts; None if there is nothing to show.
-
-    Columns without any value are left out.
-    """
-    columns = _columns_in_use(QUALITY_COLUMNS, rows)
-    if all(name in ("accepted\nlength", "speedup") for name, _ in columns):
-        return None
-    return _table(columns, rows, QUALITY_CAPTION)
 
 
 def _remarks(rows: Sequence[TableRow], facts: Mapping[str, Any]) -> list[str]:
@@ -280,90 +254,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-Row = Mapping[str, Any]
-CONDITIONS = ("target", "draft", "processor", "commit", "precision")
-
-
-def read_rows(place: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file or folder; an interrupted bench has the rows of its finished answers."""
-    if place.is_dir():
-        if (place / ROWS).exists():
-            return read_rows(place / ROWS)
-        if not (place / ANSWERS).exists():
-            raise UserError(f"{place} holds no bench: neither {ROWS} nor {ANSWERS}")
-        return plain_rows(table_rows(read_records(place)), read_settings(place))
-    try:
-        found = json.loads(read_text(place))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error})") from error
-    found = found.get("rows") if isinstance(found, dict) else found
-    if not isinstance(found, list) or not all(_is_row(row) for row in found):
-        raise UserError(f"{place} holds no rows of a bench, `outpace bench --json` prints them")
-    return found
-
-
-def _is_row(row: Any) -> bool:
-    has_names = isinstance(row, dict) and all(isinstance(name, str) for name in (row.get("task"), _label(row)))
-    return has_names and isinstance(row.get("tokens_per_second", ""), int | float | None)
-
-
-def _label(row: Row) -> Any:
-    return row.get("method") or row.get("peer")
-
-
-def side_by_side(one: Sequence[Row], other: Sequence[Row]) -> list[dict[str, Any]]:
-    """Build a record for each task, batch and contender of either bench; values are pairs [one, other] or None."""
-    first, second = ({_key(row): row for row in rows} for rows in (one, other))
-    keys = list(dict.fromkeys([*first, *second]))
-    tasks, labels = (list(dict.fromkeys(key[place] for key in keys)) for place in (1, 2))
-    keys.sort(key=lambda key: (key[0], key[1] == ALL, tasks.index(key[1]), labels.index(key[2])))
-    records = []
-    for key in keys:
-        pair = [first.get(key), second.get(key)]
-        batch, task, label, is_peer = key
-        record: dict[str, Any] = {"task": task, "batch": batch, "peer" if is_peer else "method": label}
-        for name in ("tokens_per_second", "speedup", "mean_accepted_length", "hit_rate", "equal_text", "prompts"):
-            record[name] = [row.get(name) if row else None for row in pair]
-        before, after = record["tokens_per_second"]
-        record["ratio"] = after / before if before and after else None
-        records.append(record)
-    return records
-
-
-def _key(row: Row) -> tuple[int, str, str, bool]:
-    return int(row.get("batch") or 1), row["task"], _label(row), row.get("method") is None
-
-
-def differences(one: Sequence[Row], other: Sequence[Row]) -> list[str]:
-    """Describe how the conditions of the two benches differ."""
-    lines = []
-    for name in CONDITIONS:
-        pair = [sorted({str(row.get(name)) for row in rows if row.get("peer") is None}) for rows in (one, other)]
-        if pair[0] != pair[1]:
-            lines.append(f"{name}: A {', '.join(pair[0])}; B {', '.join(pair[1])}")
-    counts = [max((row.get("prompts") or 0 for row in rows), default=0) for rows in (one, other)]
-    return lines + ([f"prompts: A {counts[0]}; B {counts[1]}"] if counts[0] != counts[1] else [])
-
-
-def comparison_table(records: Sequence[Row]) -> Table:
-    """Build the comparison's table, with the ratio of B's speed to A's."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    made.add_column("task")
-    made.add_column("method", overflow="fold")
-    for name in ("tokens/s\nA", "tokens/s\nB", "B / A", "speedup\nA, B", "accepted length\nA, B", "same text\nA, B"):
-        made.add_column(name, justify="right", no_wrap=True)
-    last = None
-    for record in records:
-        task = record["task"] + (f", {record['batch']} at once" if record["batch"] > 1 else "")
-        if task != last:
-            made.add_section()
-        speeds = [number(value, 1) for value in record["tokens_per_second"]]
-        pairs = [", ".join(number(value, 2) for value in record[name]) for name in ("speedup", "mean_accepted_length")]
-        same = ", ".join({True: "yes", False: "no"}.get(value, "-") for value in record["equal_text"])
-        style = "" if record["ratio"] is None else "green" if record["ratio"] >= 1 else "red"
-        ratio = Text(number(record["ratio"], 2), style=style)
-        made.add_row("" if task == last else task, _label(record), *speeds, ratio, *pairs, same)
-        last = task
-    return made

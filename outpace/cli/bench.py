@@ -74,7 +74,7 @@ class ResultFlags:
         None, "Folder for the results (rows.json, bench.png), written as they come; run again to continue."
     )
     as_json: bool = JSON
-    wide: bool = flag(False, "Show each task, all columns, predictions and the machine, in 120 columns.")
+    wide: bool = flag(False, "Show each task, all columns and the machine, in 120 columns.")
     plot: Path | None = flag(None, "File for a plot: .png, .svg or .pdf.")
     trace: Path | None = flag(
         None, "File for a trace of the draft's proposals, for outpace simulate; nothing is measured."
@@ -92,14 +92,8 @@ def bench(
     measured: BenchFlags,
     sampling: BasicSamplingFlags,
     results: ResultFlags,
-    compare: tuple[Path, Path] | None = flag(
-        None, "Compare two results, outputs of --json or folders of --out; nothing is measured.", metavar="A B"
-    ),
 ) -> None:
     """Measure methods and other engines on the same prompts, and compare their texts."""
-    if compare is not None:
-        _compare(*compare, results.as_json)
-        return
     check_file("--trace", results.trace)
     check_folder("--out", results.out)
     check_plot("--plot", results.plot)
@@ -228,20 +222,6 @@ def _show(running: Bench, facts: dict[str, Any], results: ResultFlags) -> None:
             plot(found, facts, results.out / PLOT)
         except UserError as error:  # not requested, so that a missing matplotlib is no error
             display.say(f"warning: {error}", "yellow")
-
-
-def _compare(one: Path, other: Path, as_json: bool) -> None:
-    from outpace.bench import report
-
-    first, second = report.read_rows(one), report.read_rows(other)
-    found = report.side_by_side(first, second)
-    if as_json:
-        display.print_json({"a": str(one), "b": str(other), "rows": found})
-        return
-    console = display.stdout()
-    console.print(report.comparison_table(found))
-    for line in (f"A: {one}", f"B: {other}", *report.differences(first, second)):
-        console.print(line, style=display.GREY)
 
 
 def _trace(llm: LLM, options: BenchOptions, file: Path, as_json: bool) -> None:
