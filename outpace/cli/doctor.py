@@ -44,8 +44,8 @@ def doctor(
     as_json: bool = JSON,
     clean: bool = flag(
         False,
-        "Empty the cache folder: converted models and measurements of the planner, which are made"
-        " again when needed, and the tables that outpace tune --corpus made. Files that outpace did not make are kept.",
+        "Empty the cache folder of what outpace made: converted models and measurements of the planner, which are made"
+        " again when needed, and the tables of outpace tune --corpus.",
     ),
     unused_days: float | None = flag(None, "With --clean: remove only what was not used for this number of days."),
     max_gib: float | None = flag(None, "With --clean: remove what was not used for longest, until this size is left."),
@@ -78,8 +78,9 @@ def doctor(
         report = head_report if link is None else link_report
         display.stdout().print(_grid(report.rows_of(found)))
     elif clean:
-        for line in _clean_report(found):
-            display.print_sentence(line)
+        for entry in found["kept"]:
+            display.print_sentence(f"kept {entry['name']}: {entry['reason']}", "yellow")
+        display.print_sentence(f"{found['folder']}: entries removed: {found['removed']}, {_megabytes(found['bytes'])}")
     else:
         _print(found)
 
@@ -227,46 +228,33 @@ def _cache_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         return [("folder", found["missing"])]
     large, small = found["entries"][:SHOWN_ENTRIES], found["entries"][SHOWN_ENTRIES:]
     lines = [("folder", f"{found['folder']}, {_megabytes(found['bytes'])} (`outpace doctor --clean` empties it)")]
-    lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']} ({entry['kind']})") for entry in large]
+    lines += [("", f"{_megabytes(entry['bytes']):>10}  {entry['name']}") for entry in large]
     return lines + ([("", f"{_megabytes(_total(small)):>10}  {len(small)} more")] if small else [])
 
 
 def _clean_cache(unused_days: float | None, max_gib: float | None) -> dict[str, Any]:
     """Remove what outpace has made in its cache folder, or only what was not used for some days or exceeds a size;
-    return what was removed, kept and why, and others' files."""
+    return how much was removed, and what was kept and why."""
     from outpace.models.files import cache
 
     folder = cache.cache_folder()
     entries = sorted(cache.list_entries(folder), key=lambda entry: entry.used)  # the least recently used first
-    left = sum(entry.bytes for entry in entries)
-    removed, kept = list[dict[str, Any]](), list[dict[str, Any]]()
+    left, removed, kept = sum(entry.bytes for entry in entries), list[int](), list[dict[str, Any]]()
     for entry in entries:
         is_old = unused_days is not None and time.time() - entry.used > unused_days * 86400
         is_too_much = max_gib is not None and left > max_gib * 2**30
         if is_old or is_too_much or (unused_days is None and max_gib is None):
             left -= entry.bytes
-            shown, reason = _cache_entry(entry, folder), cache.remove_entry(entry)
-            removed += [shown] if reason is None else []
-            kept += [shown | {"reason": reason}] if reason is not None else []
-    cache.remove_empty_folders(folder)
-    others = [path.name for path in cache.list_foreign(folder)]
-    return {"folder": str(folder), "bytes": _total(removed), "removed": removed, "kept": kept, "others": others}
-
-
-def _clean_report(found: dict[str, Any]) -> list[str]:
-    lines = [f"removed {_megabytes(one['bytes'])}: {one['name']} ({one['kind']})" for one in found["removed"]]
-    lines += [f"kept {entry['name']} ({entry['kind']}): {entry['reason']}" for entry in found["kept"]]
-    if others := found["others"]:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        lines.append(f"left alone, not made by outpace: {', '.join(others[:5])}{more}")
-    count = len(found["removed"])
-    freed = f"{count} {'entry' if count == 1 else 'entries'} removed, {_megabytes(found['bytes'])}"
-    return [*lines, f"{found['folder']}: {freed if count else 'there was nothing to remove'}"]
+            if (reason := cache.remove_entry(entry)) is None:
+                removed.append(entry.bytes)
+            else:
+                kept.append(_cache_entry(entry, folder) | {"reason": reason})
+    return {"folder": str(folder), "bytes": sum(removed), "removed": len(removed), "kept": kept}
 
 
 def _cache_entry(entry: CacheEntry, folder: Path) -> dict[str, Any]:
     name = str(entry.path.relative_to(folder))
-    return {"name": name, "kind": entry.kind, "bytes": entry.bytes, "used": round(entry.used)}
+    return {"name": name, "bytes": entry.bytes, "used": round(entry.used)}
 
 
 def _total(entries: Iterable[dict[str, Any]]) -> int:

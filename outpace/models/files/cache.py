@@ -29,16 +29,10 @@ from outpace.core.errors import UserError
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-MODEL, LLAMA_CPP, PROFILE = "model", "model for llama.cpp", "profile"  # of these, only a model is a folder
-TABLES = "tables of a drafter"
-LEFTOVER = "left by an earlier program"
-HEX = "[0-9a-f]"
-ENTRY_PATTERNS = {  # by folder: the kind of its entries, and the pattern of their names
-    "": (MODEL, rf".+-{HEX}{{16}}-v\d+"),
-    "gguf": (LLAMA_CPP, rf".+-{HEX}{{16}}-\w+\.gguf"),
-    "profiles": (PROFILE, rf"{HEX}{{24}}\.json"),
-    "tables": (TABLES, rf"\w+-{HEX}{{16}}\.tables"),
-}
+_ENTRY = re.compile(  # paths in the cache folder; only the first is that of a folder
+    r"[^/]+-[0-9a-f]{16}-v\d+|gguf/[^/]+-[0-9a-f]{16}-\w+\.gguf|profiles/[0-9a-f]{24}\.json|tables/\w+-[0-9a-f]{16}\.tables"
+)
+_LEFTOVER = re.compile(r"\.(.+)\.(?:lock|part-\w+)")  # a file or folder of an entry that is being made
 ENDS_READ = 2**20  # bytes hashed at each end of a file
 
 
@@ -200,7 +194,6 @@ class CacheEntry(NamedTuple):
     """A file or folder in the cache that outpace created. `used`: last use, in seconds since 1970, as far as known."""
 
     path: Path
-    kind: str
     bytes: int
     used: float
 
@@ -268,15 +261,9 @@ def make_once(
 
 
 def list_entries(cache: Path) -> list[CacheEntry]:
-    """List the entries that outpace created, largest first."""
-    found = [_entry(path, kind) for path, kind in _own_paths(cache)]
+    """List the entries that outpace created, and leftovers of killed programs, largest first."""
+    found = [_entry(path, cache) for path in [*cache.glob("*"), *cache.glob("*/*")]]
     return sorted((entry for entry in found if entry), key=lambda entry: (-entry.bytes, entry.path))
-
-
-def list_foreign(cache: Path) -> list[Path]:
-    """List other files in the cache folder and its subfolders."""
-    ours = {path for path, _ in _own_paths(cache)} | {cache / place for place in ENTRY_PATTERNS}
-    return [path for place in ENTRY_PATTERNS for path in _list_folder(cache / place) if path not in ours]
 
 
 def remove_entry(entry: CacheEntry) -> str | None:
@@ -287,9 +274,9 @@ def remove_entry(entry: CacheEntry) -> str | None:
         raise UserError("another process is making it")
 
     path = entry.path
-    remains = re.fullmatch(r"\.(.+)\.(lock|part-\w+)", path.name)
+    leftover = _LEFTOVER.fullmatch(path.name)
     try:
-        with exclusive_lock(path.parent / remains[1] if remains else path, waiting=busy):
+        with exclusive_lock(path.parent / leftover[1] if leftover else path, waiting=busy):
             if path.exists() and path.stat().st_mtime != entry.used and path.suffix != ".lock":
                 return "another process has just used it"
             if path.is_dir():
@@ -301,38 +288,17 @@ def remove_entry(entry: CacheEntry) -> str | None:
     return None
 
 
-def remove_empty_folders(cache: Path) -> None:
-    """Remove empty subfolders of the cache."""
-    for place in filter(None, ENTRY_PATTERNS):
-        with suppress(OSError):  # missing, or it holds foreign files
-            (cache / place).rmdir()
-
-
-def _own_paths(cache: Path) -> Iterator[tuple[Path, str]]:
-    """Yield paths and kinds of entries. Links and folders that contain folders are not entries."""
-    for place, (kind, pattern) in ENTRY_PATTERNS.items():
-        for path in _list_folder(cache / place):
-            if re.fullmatch(pattern, path.name) and path.is_dir() == (kind == MODEL) and _is_flat(path):
-                yield path, kind
-            elif re.fullmatch(rf"\.({pattern})\.(lock|part-\w+)", path.name) and _is_flat(path):
-                yield path, LEFTOVER
-
-
-def _list_folder(folder: Path) -> list[Path]:
+def _entry(path: Path, cache: Path) -> CacheEntry | None:
+    """Return the entry at a path; None if outpace did not create it. Links and folders of folders are no entries."""
+    leftover, folder = _LEFTOVER.fullmatch(path.name), path.parent.relative_to(cache)
+    if not _ENTRY.fullmatch((folder / (leftover[1] if leftover else path.name)).as_posix()) or path.is_symlink():
+        return None
     try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
-
-
-def _is_flat(path: Path) -> bool:
-    return not path.is_symlink() and (path.is_file() or all(file.is_file() for file in _list_folder(path)))
-
-
-def _entry(path: Path, kind: str) -> CacheEntry | None:
-    try:
-        files = [path, *path.iterdir()] if path.is_dir() else [path]
-        sizes = [file.stat().st_size for file in files if file.is_file()]
-        return CacheEntry(path, kind, sum(sizes), path.stat().st_mtime)
-    except OSError:  # removed meanwhile
+        is_folder = path.is_dir()
+        files = list(path.iterdir()) if is_folder else [path]
+        if not all(file.is_file() for file in files) or (leftover is None and is_folder != (folder == Path())):
+            return None
+        sizes = [file.stat().st_size for file in files]
+        return CacheEntry(path, sum(sizes), path.stat().st_mtime)
+    except OSError:  # removed meanwhile, or not readable
         return None
