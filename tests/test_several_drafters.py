@@ -203,9 +203,8 @@ def test_a_draft_step_that_agrees_with_a_lookup_is_one_forward(monkeypatch: pyte
     monkeypatch.setattr(QuickToy, "score", counted)
     request = make_request(PROMPT)
     text = write(TARGET, request)[:4]
-    drafter = make_drafter("perfect", TARGET)
+    drafter = make_drafter("perfect", TARGET, width=1)
     state, tree = drafter.open(request), TokenTree(PROMPT[-1])
-    tree.width, tree.min_score = 1, -1e-3
     tree.chain(0, text, [-3.0, -3.5, -4.0, -4.5])
     drafter.grow([state], [tree])
     assert (forwards[0], len(tree), tree.num_confirmed) == (1, 5, 1)
@@ -216,7 +215,6 @@ def test_a_draft_step_that_agrees_with_a_lookup_is_one_forward(monkeypatch: pyte
     loop.post(SetDirectives(1, DraftDirectives(width=1, floor=0.0)))
     loop._read_inbox()
     drafted = loop._requests[1]
-    drafted.tree.min_score = -1e-3
     drafted.tree.chain(0, text, [-3.0, -3.5, -4.0, -4.5])
     drafted.published = 5
     loop.grow()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 
 import pytest
@@ -68,19 +67,19 @@ class TreeMachine(RuleBasedStateMachine):
             above = self.twin.scores[node]
             self.both("chain", node, tokens, [above - number for number in range(len(tokens))])
 
-    @rule(most=st.none() | st.integers(1, 20), least=st.sampled_from([-math.inf, -3.0]), source=st.sampled_from("ab"))
-    def limit(self, most: int | None, least: float, source: str) -> None:
+    @rule(most=st.none() | st.integers(1, 20), source=st.sampled_from("ab"))
+    def limit(self, most: int | None, source: str) -> None:
         for tree in (self.tree, self.twin):
-            tree.max_nodes, tree.min_score, tree.current_source = most, least, source
+            tree.max_nodes, tree.current_source = most, source
 
     @precondition(lambda self: len(self.twin) > 1)
     @rule(node=st.integers(0, 99))
     def move_root(self, node: int) -> None:
         nodes = self.twin.subtree(node % len(self.twin))
         assert self.tree.subtree(nodes[0]) == nodes
-        most, least, source = self.twin.max_nodes, self.twin.min_score, self.twin.current_source
+        most, source = self.twin.max_nodes, self.twin.current_source
         self.tree, self.twin = self.tree.below(nodes[0]), self.twin.copy(nodes)
-        self.limit(most, least, source)
+        self.limit(most, source)
         path = self.twin.ids[:1]
         expected = [self.closed[path[0]]] if path[0] in self.closed else []
         live = [self.closed[node_id] for node_id in self.twin.ids if node_id in self.closed]

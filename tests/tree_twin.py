@@ -22,7 +22,6 @@ class TreeTwin:
         self.siblings: dict[int, Siblings] = {}
         self.next_id = next_id
         self.max_nodes: int | None = None  # number of nodes that can be verified, if known
-        self.min_score = -math.inf
         self.num_confirmed = 0
         self._children: list[list[int]] = [[]]
 
@@ -253,8 +252,6 @@ def attach_offers(
             tree.confirm(node, token, chance)
     for node, (tokens, values) in zip(frontier, offers, strict=True):
         for rank, chance in enumerate(log_chances(values, fit[0], fit[1], width) if tokens else ()):
-            if tree.scores[node] + chance < tree.min_score and rank:
-                break
             found.append((tree.scores[node] + chance, node, tokens[rank]))
     if len(frontier) > 1:
         found.sort(key=lambda child: child[0], reverse=True)

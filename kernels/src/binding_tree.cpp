@@ -210,7 +210,6 @@ void bind_tree(nb::module_& m) {
         .def_prop_ro("sources", &column<Kind::sources>)
         .def_prop_ro("depths", &column<Kind::depths>)
         .def_rw("next_id", &TokenTree::next_id)
-        .def_rw("min_score", &TokenTree::min_score)
         .def_prop_rw("max_nodes",
                      [](const TokenTree& tree) {
                          return tree.max_nodes < 0 ? std::nullopt : std::optional<int>(tree.max_nodes);

@@ -147,9 +147,7 @@ int TokenTree::attach_offers(const std::vector<int>& frontier, const ProposalRow
         const int node = frontier[row];
         best.push_back({-score, node, static_cast<int>(offers.at(row).tokens[taken[row]])});
         if (++taken[row] == chances[row].size()) continue;
-        const double next = scores[node] + chances[row][taken[row]];
-        if (next < min_score) continue;
-        heads.emplace_back(-next, row);
+        heads.emplace_back(-(scores[node] + chances[row][taken[row]]), row);
         std::push_heap(heads.begin(), heads.end(), std::greater<>());
     }
     const int before = size();

@@ -70,9 +70,8 @@ class TokenTree {
     /// Adds picked children, best first: those below the bound are left out, the first `primary` are primary nodes.
     void attach_children(const std::vector<Child>& children, int primary);
     /// Adds the best proposals below each node of `frontier`, parents first; returns the number of nodes that are new or
-    /// confirmed. A node's best proposal is added whatever its score, others if at least `min_score`. At most
-    /// `max_children` children are added, best first. Proposals that the tree has already are confirmed first, see
-    /// `confirm`.
+    /// confirmed. At most `max_children` children are added, best first. Proposals that the tree has already are
+    /// confirmed first, see `confirm`.
     int attach_offers(const std::vector<int>& frontier, const ProposalRows& offers, const PickModel& picks, int width,
                       int max_children);
     /// Adds picked tokens, each below the one before; returns the first node.
@@ -147,7 +146,6 @@ class TokenTree {
     int16_t current_source = 0;
     int vocab_size = std::numeric_limits<int>::max();  // only tokens below it are added
     int max_nodes = -1;  // negative: unknown
-    double min_score = -std::numeric_limits<double>::infinity();
     bool is_drawn = false;  // some children were drawn
     int num_confirmed = 0;  // children that were proposed again, see `confirm`
 

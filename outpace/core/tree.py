@@ -72,11 +72,10 @@ class TokenTree(kernels.TokenTree):
     the log of the estimated probability that the target accepts the path to the node; it never exceeds the parent's,
     so the best n nodes are always closed under ancestors.
 
-    If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. Children that score below
-    `min_score` need not be added either, except the best one below each node. `current_source` is the drafter that is
-    adding nodes now, `width` the most nodes that its model may expand in one forward (0: the drafter's own limit).
-    Nodes deeper than `max_depth` cannot be written any more; they need not be added, and `copy` omits them. `drawn` has
-    the drawn children by node, in the order in which they were drawn.
+    If only `max_nodes` nodes can be verified, worse ones need not be added: see `bound`. `current_source` is the
+    drafter that is adding nodes now, `width` the most nodes that its model may expand in one forward (0: the drafter's
+    own limit). Nodes deeper than `max_depth` cannot be written any more; they need not be added, and `copy` omits them.
+    `drawn` has the drawn children by node, in the order in which they were drawn.
 
     One thread at a time uses a tree.
     """

@@ -4,8 +4,8 @@ CARD's drafter, arXiv:2508.04462; with width 1 it is the chain of Leviathan et a
 
 Each forward expands K (`width`) nodes of a request and adds children of them. `ChildAdder.attach` decides which:
 the K best by path score form CARD's primary cache C, the others its secondary cache B. B is limited: at most K children
-of each expanded node are added, none below the tree's `min_score` but the best of each node, and only as many as fit
-into `tree_nodes` (or the share of it that the directives allow) and can be verified.
+of each expanded node are added, and only as many as fit into `tree_nodes` (or the share of it that the directives
+allow) and can be verified.
 """
 
 from __future__ import annotations

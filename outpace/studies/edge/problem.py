@@ -107,13 +107,6 @@ class SlotProblem:
         cost = np.where(is_served, self._cost(*parts, *self._own), self.alone + self.energy_price * self.alone_energy)
         return DeviceFigures(time, energy, cost, is_served)
 
-    def cell(self, server: int, devices: np.ndarray) -> SlotProblem:
-        """Return the problem of some devices at one server."""
-        own = ("draft", "tokens", "alone", "draft_energy", "alone_energy", "energy_price")
-        parts = {name: getattr(self, name)[devices] for name in own}
-        there = {name: getattr(self, name)[[server]] for name in ("verify", "queue")}
-        return replace(self, link=self.link[devices][:, [server]], **parts, **there)
-
     def without_drafts(self) -> SlotProblem:
         """Return the problem of servers that write alone: one token per pass, and almost no time on the links."""
         none, one = np.zeros_like(self.draft), np.ones_like(self.draft)

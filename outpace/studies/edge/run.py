@@ -92,13 +92,7 @@ class PolicySummary:
     high_battery: tuple[float, float] | None  # the same for batteries above 80 %
 
 
-def compare(
-    settings: EdgeSettings,
-    policies: Sequence[EdgePolicy],
-    num_worlds: int,
-    seed: int,
-    progress: Callable[[float], None] = lambda done: None,
-) -> list[PolicySummary]:
+def compare(settings: EdgeSettings, policies: Sequence[EdgePolicy], num_worlds: int, seed: int) -> list[PolicySummary]:
     """Run all policies in the same worlds."""
     check_whole("worlds", num_worlds, 1)
     worlds: list[EdgeWorld] = []
@@ -108,7 +102,6 @@ def compare(
         worlds.append(make_world(settings, seed + number))
         for name, policy in wanted.items():
             runs.setdefault(name, []).append(run_policy(worlds[-1], policy, seed + number))
-        progress((number + 1) / num_worlds)
     return [_summarise(policy.name, runs, worlds) for policy in policies]
 
 

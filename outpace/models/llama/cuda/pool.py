@@ -18,7 +18,6 @@ from torch import Tensor
 from outpace.core.arrays import next_power_of_two, to_device
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.cuda.captures import visible_bits
 from outpace.models.llama.torch.session import KVFormat
 
 SPARE = 8  # slots after those of the texts: padding rows write to the last one, nothing reads them
@@ -161,10 +160,6 @@ class GraphSession(Session):
         (source, start), self.moves = self.moves, None
         index = to_device(source, np.int64, self.kv.device)
         self.kv[:, :, :, start : start + len(source)] = self.kv[:, :, :, index]
-
-    def visible_bits(self) -> np.ndarray:
-        """Return which pending nodes each pending node sees, itself included, as bits: int64 [pending, WORDS]"""
-        return visible_bits(np.ndarray((self.pending, self.pending), bool, bytearray(self._nodes.mask(0))))
 
     def _resize(self, slots: int) -> None:
         self.pool.fit(self, slots)
