@@ -27,7 +27,6 @@ from outpace.distill.kinds.dspark import BLOCK, DSparkStudent
 from outpace.distill.losses import LossOptions
 from outpace.distill.options import DistillOptions
 from outpace.distill.run import distill, save_evaluation
-from outpace.distill.train import Trainer, TrainOptions
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -179,47 +178,6 @@ def test_what_is_after_the_anchor_does_not_matter(run: DistillOptions) -> None:
         other = student.blocks(replace(batch, taps=torch.randn_like(batch.taps)), column)
     assert torch.allclose(before, after, atol=1e-5)
     assert (before - other).abs().max() > 0.1
-
-
-def test_glancing_shows_some_tokens_of_blocks_that_are_wrong(run: DistillOptions, tmp_path: Path) -> None:
-    """A shown token is read by its slot, and the slot before it has no loss; the share falls to 0."""
-    student, batch = student_of(run), batch_of(run, student_of(run))
-    columns = torch.arange(batch.num_tokens % dspark.STRIDE, batch.packed.tokens.shape[1], dspark.STRIDE)
-    found = dspark._labels_of(batch, columns, BLOCK)
-    shape = (len(batch.packed.tokens), len(columns), BLOCK)
-    counts = []
-    for share in (0.0, 0.5, 1.0):
-        shown = student._glimpse(batch, columns, found, share)
-        assert not shown[:, :, 0].any()
-        assert not (shown & (found < 0).view(shape)).any()
-        counts.append(int(shown.sum()))
-    assert counts[0] == 0 < counts[1] < counts[2]
-    assert 0.2 < counts[1] / counts[2] < 0.8
-    third = torch.zeros(len(batch.packed.tokens), 1, BLOCK, dtype=torch.bool)
-    third[:, :, 2] = True
-    for place, is_read in ((22, True), (23, False)):
-        tokens = batch.packed.tokens.clone()
-        tokens[:, place] = (tokens[:, place] + 1) % 200
-        changed = replace(batch.packed, tokens=tokens)
-        with torch.no_grad():
-            one, two = (student.blocks(rows, torch.tensor([20]), third) for rows in (batch.packed, changed))
-        assert ((one - two).abs().max() > 1e-3) == is_read
-    kept: list[int] = []
-    scores = student.scores
-
-    def counted(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        kept.append(len(hidden))
-        return scores(hidden, before)
-
-    student.scores = counted  # type: ignore[method-assign]
-    student.loss(batch, LossOptions(glancing=1.0))
-    leaks = (shown[:, :, 1:] & (found >= 0).view(shape)[:, :, :-1]).sum()
-    assert kept[-1] == int((found >= 0).sum()) - int(leaks) < kept[0]
-    trainer = Trainer(student, run.out / "text", tmp_path, TrainOptions(length=64, loss=LossOptions(glancing=0.4)))
-    trainer.state.total, trainer.state.seen = 100, 75
-    assert trainer._glancing() == pytest.approx(0.1)
-    with pytest.raises(UserError, match=r"glancing is 0\.4, and the kind eagle3 does not use it"):
-        replace(run, kind="eagle3", train=trainer.options)
 
 
 def test_the_confidence_learns_the_chance_of_acceptance(run: DistillOptions) -> None:

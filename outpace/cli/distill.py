@@ -103,10 +103,6 @@ class TrainingFlags(CheckedOptions):
     length: int = flag(512, "Tokens in a row.")
     token_weight: float = flag(0.2, "Weight of the cross-entropy in the loss.")
     distribution_weight: float = flag(0.8, "Weight of the KL divergence in the loss.")
-    glancing: float = flag(
-        0.0,
-        "Tokens of a block that training shows to it, per token that it predicts wrong; falls to 0. Only for dspark.",
-    )
     save_every: float = flag(180.0, "Seconds between checkpoints.")
 
 
@@ -229,7 +225,7 @@ def _options(
     train = TrainOptions(
         rows=training.batch_rows if training.batch_rows is not None else GPU_ROWS if has_gpu else CPU_ROWS,
         seed=run.seed,
-        loss=LossOptions(training.token_weight, training.distribution_weight, training.glancing),
+        loss=LossOptions(training.token_weight, training.distribution_weight),
         **common_fields(training, TrainOptions) | {"learning_rate": rate},
     )
     return DistillOptions(

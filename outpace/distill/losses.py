@@ -18,13 +18,11 @@ _TINY = 1e-8
 class LossOptions(CheckedOptions):
     """The loss is token_weight * cross-entropy + distribution_weight * divergence.
 
-    The divergence is taken over the target's k most likely tokens and one bucket for all others. `glancing`:
-    tokens of a block that are shown to it, per token that it predicts wrong; the trainer lets it fall to 0.
+    The divergence is taken over the target's k most likely tokens and one bucket for all others.
     """
 
     token_weight: float = number(0.2, 0.0, 100.0)
     distribution_weight: float = number(0.8, 0.0, 100.0)
-    glancing: float = number(0.0, 0.0, 1.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,8 +66,6 @@ class DistillOptions(CheckedOptions):
             )
         if self.taps and self.kind == "standalone" and not self.stores_taps:
             raise UserError(f"taps is {tap_list(self.taps)}, and on {self.device} the text holds none: leave it out")
-        if self.train.loss.glancing and self.kind != "dspark":
-            raise UserError(f"glancing is {self.train.loss.glancing:g}, and the kind {self.kind} does not use it")
         if self.stage == START and self.kind != "standalone":
             raise UserError(f"--stage start writes a draft of the kind standalone, not {self.kind}")
         if self.tokens is None and self.budget is None and self.runs("text"):

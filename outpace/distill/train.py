@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         with torch.autocast(self.student.device.type, torch.bfloat16, enabled=self._mixed):
-            value = self.student.loss(batch, replace(self.options.loss, glancing=self._glancing()))
+            value = self.student.loss(batch, self.options.loss)
         self.optimizer.zero_grad(set_to_none=True)
         value.backward()
         torch.nn.utils.clip_grad_norm_(list(self._trained.values()), self.options.clip)
@@ -181,11 +181,6 @@ class Trainer:
         self.state.step += 1
         self.state.seen += batch.num_tokens
         return float(value.detach())
-
-    def _glancing(self) -> float:
-        """Return the share of the next step: it falls linearly to 0 at the end."""
-        done = self.state.seen / self.state.total if self.state.total else 0.0
-        return self.options.loss.glancing * max(1.0 - done, 0.0)
 
     def _batches(self) -> Iterator[TrainingBatch]:
         """Yield batches epoch by epoch; each epoch includes the text written in the meantime."""

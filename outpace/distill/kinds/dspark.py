@@ -132,11 +132,8 @@ class DSparkStudent(HeadStudent):
         first = batch.num_tokens % STRIDE  # varies by batch, and needs no wait for the device
         columns = torch.arange(first, batch.packed.tokens.shape[1], STRIDE, device=self.device)
         found = _labels_of(batch, columns, self.head.block)
-        shown = self._glimpse(batch, columns, found, options.glancing) if options.glancing else None
-        if shown is not None:  # attention would show it to the slot that predicts it
-            found = found.masked_fill(F.pad(shown[:, :, 1:], (0, 1)).flatten(), -1)
         kept = torch.nonzero(found >= 0).squeeze(1)  # only they are multiplied by the output layer
-        hidden, places = self.blocks(batch.packed, columns, shown).flatten(0, 2)[kept], found[kept]
+        hidden, places = self.blocks(batch.packed, columns).flatten(0, 2)[kept], found[kept]
         labels, before = batch.labels[places], _tokens_before(batch, places)
         log_q = self.scores(hidden, before).log_softmax(-1)
         variation = total_variation(log_q, labels)
@@ -158,36 +155,14 @@ class DSparkStudent(HeadStudent):
             right[:, slot] = follows(batch, 1) & (scores.argmax(1) == best[places])
         return right
 
-    @torch.no_grad()
-    def _glimpse(self, batch: TrainingBatch, columns: Tensor, found: Tensor, share: float) -> Tensor:
-        """Choose the slots that read their own token in place of the mask: bool [rows, columns, block].
-
-        A block shows this share of as many tokens as it predicts wrong, at random (glancing, arXiv:2203.16487).
-        """
-        outputs = self.blocks(batch.packed, columns)
-        kept = torch.nonzero(found >= 0).squeeze(1)
-        scores = self.scores(outputs.flatten(0, 2)[kept], _tokens_before(batch, found[kept]))
-        wrong = torch.zeros(len(found), device=self.device)
-        wrong[kept] = (scores.argmax(1) != batch.labels.top[found[kept], 0]).float()
-        count = (wrong.view(outputs.shape[:3]).sum(-1, keepdim=True) * share).round()
-        generator = torch.Generator(self.device).manual_seed(batch.num_tokens)  # repeatable
-        order = torch.rand(outputs.shape[:3], generator=generator, device=self.device)
-        order = order.masked_fill((found < 0).view(outputs.shape[:3]), 2.0)
-        order[:, :, 0] = 2.0  # the anchor is always visible
-        return (order.argsort(-1).argsort(-1) < count) & (order < 2.0)
-
-    def blocks(self, batch: PackedRows, columns: Tensor, shown: Tensor | None = None) -> Tensor:
+    def blocks(self, batch: PackedRows, columns: Tensor) -> Tensor:
         """Return the normed outputs of the blocks whose anchors are the tokens of these columns, in all rows: [rows,
-        columns, block, hidden]. Slots that are `shown` [rows, columns, block] read their own token, not the mask."""
+        columns, block, hidden]."""
         config, size = self.config, self.head.block
         slots = torch.arange(size, device=self.device)
         places = (batch.positions[:, columns, None] + slots).flatten(1)
         masks = self.tensors[EMBEDDING][self.head.mask_token].expand(*batch.tokens[:, columns].shape, size - 1, -1)
-        x = torch.cat([F.embedding(batch.tokens[:, columns, None], self.tensors[EMBEDDING]), masks], 2)
-        if shown is not None:
-            read = batch.tokens[:, (columns[:, None] + slots).clamp_max(batch.tokens.shape[1] - 1)]
-            x = torch.where(shown[..., None], F.embedding(read, self.tensors[EMBEDDING]), x)
-        x = x.flatten(1, 2)
+        x = torch.cat([F.embedding(batch.tokens[:, columns, None], self.tensors[EMBEDDING]), masks], 2).flatten(1, 2)
         features, mask = self.features(batch), _context_mask(batch, columns)
         tables = [
             [rope_tables(config.head_dim, one, at) for at in (batch.positions, places)] for one in config.rotations
