@@ -54,7 +54,7 @@ docs: .venv/installed-docs  # builds the site in build/site; a broken link is an
 	@echo "==> open build/site/index.html"
 
 methods-page: .venv/installed-dev  # writes docs/methods.md from the methods' own docstrings
-	.venv/bin/outpace methods --markdown > docs/methods.md
+	$(RUN) docs/methods_page.py > docs/methods.md
 
 protocol-page: .venv/installed-dev  # writes docs/protocol.md from the comments of the .proto file
 	$(RUN) docs/protocol_page.py > docs/protocol.md

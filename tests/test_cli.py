@@ -260,7 +260,7 @@ def test_methods_with_names(run: Run) -> None:
     assert "drafters" not in shown
     assert [method["name"] for method in json.loads(run("methods", "ngram", "--json")[1])["drafters"]] == ["ngram"]
     assert "did you mean 'card'?" in run("methods", "crad")[2]
-    assert "leave out --markdown or the names" in run("methods", "card", "--markdown")[2]
+    assert "--markdown was removed: docs/methods.md has the whole list" in run("methods", "--markdown")[2]
 
 
 @pytest.mark.parametrize(

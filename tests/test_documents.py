@@ -14,7 +14,6 @@ from versions import is_dated, versions
 
 import outpace
 from outpace.cli.main import COMMANDS
-from outpace.cli.methods import page as methods_page
 from outpace.models.files.pairs import DRAFT_FAMILIES
 
 REPOSITORY = Path(__file__).parents[1]
@@ -177,14 +176,18 @@ def test_make_help_says_what_every_target_is_for() -> None:
     assert set(re.findall(r"^make ([\w-]+) +\S", done.stdout, re.MULTILINE)) == set(phony.split())
 
 
+def printed(script: str) -> str:
+    """What a script in docs/ prints."""
+    command = [sys.executable, str(REPOSITORY / "docs" / script)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_page_of_methods_is_current() -> None:
-    assert (REPOSITORY / "docs" / "methods.md").read_text() == methods_page(), "run `make methods-page`"
+    assert (REPOSITORY / "docs" / "methods.md").read_text() == printed("methods_page.py"), "run `make methods-page`"
 
 
 def test_the_page_of_the_protocol_is_current() -> None:
-    command = [sys.executable, str(REPOSITORY / "docs" / "protocol_page.py")]
-    page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert (REPOSITORY / "docs" / "protocol.md").read_text() == page, "run `make protocol-page`"
+    assert (REPOSITORY / "docs" / "protocol.md").read_text() == printed("protocol_page.py"), "run `make protocol-page`"
 
 
 def test_documents_are_short() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,34 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.cli import display
-from outpace.cli.flags import flag, flags
-from outpace.cli.options import BUILD_FLAGS, JSON, LOAD_FLAGS
-from outpace.core.errors import UserError, unknown
-from outpace.core.options import help_of
-from outpace.engine.options import BuildOptions
-from outpace.models.options import LoadOptions
+from outpace.cli.flags import flags
+from outpace.cli.options import JSON
+from outpace.core.errors import unknown
 
 if TYPE_CHECKING:
     from outpace.core.registry import Method
 
 FLAGS = {"decoders": "--method", "drafters": "--drafter", "rules": "--rule"}
-PAGE = """# Options and methods
-
-Options are keyword arguments of `outpace.LLM`, arguments of `outpace.server.on_ray:build`, and flags, except for those
-in italics. Those of methods have their defaults below, if these are values.
-
-{options}
-
-A method decides when and where drafting happens, a drafter what is proposed, a rule which proposals are accepted.
-*Lossless* methods and rules keep the target's distribution (greedy, gumbel and match its text too); the others give up
-some of it for speed, and their answers are marked as lossy.
-
-Costs are those of one round. p and q are the probabilities of target and draft. Drafts are *drawn* (sampled from q) or
-*picked* (chosen otherwise, as the likeliest or by copying). The [glossary](glossary.md) has the other terms.
-
-`outpace methods --markdown` makes this page.
-"""
-HINT = "outpace methods NAME ... shows some of them in full, with their options; --markdown writes the whole list"
+HINT = "outpace methods NAME ... shows some of them in full, with their options"
 
 
 @flags
@@ -49,18 +29,11 @@ def methods(
         typer.Argument(metavar="NAME", help="Methods, drafters or rules to show in full.", show_default=False),
     ] = None,
     as_json: bool = JSON,
-    markdown: bool = flag(False, "Write the list as a Markdown page."),
 ) -> None:
     """List the methods, drafters and rules, one a line; with NAMEs: their requirements, costs, options and papers."""
-    if as_json and markdown:
-        raise UserError("--json and --markdown exclude each other, leave out one of them")
-    if chosen and markdown:
-        raise UserError("--markdown writes the whole page, leave out --markdown or the names")
-    found = _found(chosen or ())
+    found = find_methods(chosen or ())
     if as_json:
         display.print_json({kind: [asdict(method) for method in found[kind]] for kind in found})
-    elif markdown:
-        typer.echo(page(), nl=False)
     elif chosen:
         for kind, some in found.items():
             display.stdout().print(_table(kind, some))
@@ -68,31 +41,7 @@ def methods(
         _print_short(found)
 
 
-def page() -> str:
-    """Return the whole list in Markdown."""
-    parts = [PAGE.format(options="\n".join(_option_rows()))]
-    for kind, some in _found().items():
-        parts.append(f"\n## {kind.capitalize()} (`{FLAGS[kind]}`)\n\n")
-        texts = Counter(about for method in some for about in method.about.items())
-        shared = {about for about, count in texts.items() if count > 1}
-        if shared:
-            parts.append(f"Options of several {kind}: {_meanings(sorted(shared))}.\n\n")
-        parts += [" | ".join(["", *row, ""]).strip() + "\n" for row in _rows(kind, some, shared)]
-    return "".join(parts)
-
-
-def _option_rows() -> list[str]:
-    """Return a Markdown table of the records of options."""
-    rows = ["| option | meaning |", "| --- | --- |"]
-    for record in (LoadOptions, BuildOptions):
-        defaults = {one.name: one.default for one in fields(record)}
-        for name, text in help_of(record).items():
-            shown = f"`{_flag(f'{name}={defaults[name]}')}`"
-            rows.append(f"| {shown if name in (*LOAD_FLAGS, *BUILD_FLAGS) else f'*{name}*'} | {text} |")
-    return rows
-
-
-def _found(names: Sequence[str] = ()) -> Mapping[str, Sequence[Method]]:
+def find_methods(names: Sequence[str] = ()) -> Mapping[str, Sequence[Method]]:
     """Describe the parts of these names by kind, or all parts; raise UserError for an unknown name."""
     from outpace.core import registry
 
@@ -123,24 +72,9 @@ def _title(kind: str) -> Text:
     return Text(kind, style="bold").append(f"  {FLAGS[kind]}", style="cyan")
 
 
-def _meanings(about: Iterable[tuple[str, str]]) -> str:
+def meanings(about: Iterable[tuple[str, str]]) -> str:
+    """Join options (name, help) in one line."""
     return "; ".join(f"`{name}`: {text}" for name, text in about)
-
-
-def _rows(kind: str, found: Sequence[Method], shared: Collection[tuple[str, str]]) -> list[list[str]]:
-    """Return head, rule and rows of a Markdown table, without the help of `shared` options. Drafters have no column
-    `lossless`: they never change a text."""
-    has_loss = kind != "drafters"
-    head = ["name", "what it does", *(["lossless"] if has_loss else []), "needs", "costs", "options", "paper"]
-    rows = [head, ["---"] * len(head)]
-    for method in found:
-        loss = ["yes" if method.lossless else "no"] if has_loss else []
-        options = ", ".join(f"`{_flag(option)}`" for option in method.options)
-        own = [about for about in method.about.items() if about not in shared]
-        options += f"<br>{_meanings(own)}" if own else ""
-        row = [f"`{method.name}`", method.help, *loss, method.needs, method.cost, options, method.paper]
-        rows.append([cell.replace("|", "\\|") or "-" for cell in row])
-    return rows
 
 
 def _table(kind: str, found: Sequence[Method]) -> Table:
@@ -154,16 +88,16 @@ def _table(kind: str, found: Sequence[Method]) -> Table:
         table.add_column("lossless", no_wrap=True)
     for method in found:
         needs = [f"{verb} {text}" for verb, text in (("needs", method.needs), ("costs", method.cost)) if text]
-        lines = [method.help, "; ".join(needs), _meanings(method.about.items())]
+        lines = [method.help, "; ".join(needs), meanings(method.about.items())]
         what = Text("".join(f"{line}\n" for line in lines if line)).append(method.paper, style=display.GREY)
         row: list[str | Text] = [method.name, what]
-        row += ["\n".join(map(_flag, method.options))] if has_options else []
+        row += ["\n".join(map(format_flag, method.options))] if has_options else []
         row += ["yes" if method.lossless else "no"] if kind != "drafters" else []
         table.add_row(*row)
     return table
 
 
-def _flag(option: str) -> str:
+def format_flag(option: str) -> str:
     """Format `name=default` as on the command line, without a default of None."""
     name, _, default = option.partition("=")
     shown = {"None": "", "True": "true", "False": "false"}.get(default, default)
