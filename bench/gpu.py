@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from energy import EnergyMeter
 from gpu_checks import (
     CHECKED,
     Row,
@@ -37,7 +38,6 @@ from gpu_checks import (
 from inflation import inflate
 
 from outpace.api.llm import LLM
-from outpace.bench.energy import EnergyMeter
 from outpace.core import machine
 from outpace.core.drafting import BuildContext
 from outpace.core.errors import UserError

@@ -1,4 +1,4 @@
-"""Energy and memory in a bench: counters of RAPL and NVML, and the peak memory of one model and of two."""
+"""What benches cost: energy by counters of RAPL and NVML, and the peak memory of one model and of two."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from commands import last_line, run_command
 from files import model_folder
 
-from outpace.bench import energy
-from outpace.bench.energy import EnergyMeter
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import energy
+from energy import EnergyMeter
 
 
 def zone(folder: Path, name: str, title: str, used: int, most: int = 1000) -> Path:
@@ -64,25 +66,16 @@ def test_a_gpu_is_counted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert meter.spent() == pytest.approx(2.5)
 
 
-def test_a_bench_reports_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_reports_peak_memory(tmp_path: Path) -> None:
     target = model_folder(tmp_path, "target")
     draft = model_folder(tmp_path, "draft", intermediate_size=262144)  # 100 MB in int8
     asked = [*("--target", str(target), "--draft", str(draft), "--tasks", task(tmp_path)), *("--max-tokens", "8")]
     method = "speculative:drafter=model"
-    code, out, _ = run_command("bench", *asked, "--methods", method, "--json")
-    assert code == 0
-    assert {row["joules_per_token"] for row in last_line(out)["rows"]} == {None}
-    monkeypatch.setattr(EnergyMeter, "spent", lambda meter: 6.0)
-    kept = ("--out", str(tmp_path / "out"))
     code, out, err = run_command(
-        "bench", *asked, "--methods", f"{method},card:drafter=model,worker=process", "--memory", *kept, "--json"
+        "bench", *asked, "--methods", f"{method},card:drafter=model,worker=process", "--memory", "--json"
     )
     assert code == 0, err
     rows = {row["method"]: row for row in last_line(out)["rows"]}
-    for row in rows.values():
-        assert row["joules_per_token"] == pytest.approx(6.0 * row["prompts"] / row["tokens"])
-    again = ("--methods", f"{method},card:drafter=model,worker=process", *kept)
-    assert "joules" in run_command("bench", *asked, *again)[1]
     plain, *others = (row["peak_memory"][0] for row in rows.values())
     assert all(other > plain + 50e6 for other in others)
 

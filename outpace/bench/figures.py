@@ -40,7 +40,7 @@ class TableRow:
     the time from the call to the end of the last answer). `quartiles` are taken over the prompts' medians.
     `reached_by_position` counts the rounds behind each rate of `acceptance_by_position`. `sources` lists (drafter,
     verified tokens, emitted tokens). `relaxed` is the share of tokens that the exact rule would have rejected;
-    `accuracy` is taken over the `scored` answers; `joules_per_token` includes prefill and the machine's idle power.
+    `accuracy` is taken over the `scored` answers.
     """
 
     task: str
@@ -76,7 +76,6 @@ class TableRow:
     perplexity: float | None = None
     accuracy: float | None = None
     scored: int = 0
-    joules_per_token: float | None = None
     peak_memory: PeakMemory | None = None
 
     @property
@@ -149,14 +148,7 @@ def _row(task: str, records: Sequence[Record], latest: dict[RecordKey, Record]) 
         **_drafting(done),
         **_latencies(done),
         **_quality(done),
-        joules_per_token=_joules_per_token(done),
     )
-
-
-def _joules_per_token(done: Sequence[Record]) -> float | None:
-    measured = [record for record in done if record.joules is not None]
-    tokens = sum(len(text) for record in measured for _, text in record.written)
-    return sum(record.joules or 0.0 for record in measured) / tokens if tokens else None
 
 
 def _pooled_speed(records: Sequence[Record]) -> float | None:

@@ -30,8 +30,7 @@ class TimedAnswer:
 
     `first_token` is the first token's arrival; `arrivals` has one time per round, `counts` the tokens of each round.
     `drafted` counts verified draft tokens; it and `accepted` are None where the engine does not report them.
-    `positions` counts the rounds that offered and that accepted an i-th draft token. `joules`: energy of the machine
-    meanwhile, None if it is not measured.
+    `positions` counts the rounds that offered and that accepted an i-th draft token.
 
     Only outpace's own methods report the rest. `hits` and `misses` are CARD's; `relaxed` counts the tokens that the
     exact rule would have rejected, None if the rule is exact. `sources` lists (drafter, verified tokens, emitted
@@ -46,7 +45,6 @@ class TimedAnswer:
     drafted: int | None = None
     accepted: int | None = None
     positions: Positions = ()
-    joules: float | None = None
     hits: int = 0
     misses: int = 0
     relaxed: int | None = None

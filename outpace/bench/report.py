@@ -32,9 +32,7 @@ SHORT_CAPTION = (
     "tokens/s: decoding only. Speedup: over plain decoding of the same prompts; worst: of one prompt. Accepted length:"
     " tokens per target pass. --wide shows more."
 )
-COST_CAPTION = (
-    " Joules: of the whole machine, prefill included. Peak: memory of a process with this method and its workers alone."
-)
+COST_CAPTION = " Peak: memory of a process with this method and its workers alone."
 BATCH_CAPTION = (
     "Several at once: all tokens over the time from the call to the end of the last answer, prefill included."
 )
@@ -154,7 +152,6 @@ SPEED_COLUMNS: Columns = (
     ("same\ntext", _same_text),
 )
 COST_COLUMNS: Columns = (
-    ("joules\na token", lambda row: number(row.joules_per_token, 2)),
     ("peak\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.host)),
     ("GPU\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.gpu)),
 )
@@ -230,7 +227,6 @@ def _footer(facts: Mapping[str, Any]) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = [f"{facts['processor']}, {facts['threads']} threads on {facts['cores']} cores, load {facts['load']}"]
     lines += [facts["gpu"]] if "gpu" in facts else []
-    lines.append(f"energy: {facts.get('energy', 'not measured')}")
     lines.append(f"{versions}, Python {facts['python']}, commit {facts['commit'] or 'unknown'}")
     if facts.get("floor_seconds"):
         seconds = facts["floor_seconds"]

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from outpace.api.llm import LLM
 from outpace.api.params import SamplingParams
 from outpace.bench.contenders import PLAIN, Contender
-from outpace.bench.energy import EnergyMeter
 from outpace.bench.figures import ALL, TableRow, table_rows
 from outpace.bench.method_runner import MethodRunner, PeakMemory, peak_memory
 from outpace.bench.peer import Peer, PeerProcess, PeerSettings
@@ -80,7 +79,6 @@ class Bench:
         self.by_name = {(prompt.task, prompt.name): prompt for prompt in self.prompts}
         check_batches(options, self.prompts)
         check_turns(self.prompts, models.tokenizer)
-        self.energy = EnergyMeter(str(models.target.model.device))
         self._memory: dict[str, PeakMemory] = {}  # by label
         self._encoded: dict[TaskPrompt, tuple[int, ...]] = {}
         self._check_lengths()
@@ -118,9 +116,7 @@ class Bench:
         for done, (key, contender, prompts) in enumerate(jobs):
             progress(f"{key.task} {key.prompt}: {key.label}", done, len(jobs))
             time.sleep(REST)
-            self.energy.spent()
-            record = self._record(key, contender, prompts)
-            self.store.add(replace(record, joules=self.energy.spent()))
+            self.store.add(self._record(key, contender, prompts))
         progress("done", len(jobs), len(jobs))
 
     def measure_memory(self, progress: Progress) -> None:

@@ -153,7 +153,6 @@ def _measure(llm: LLM, options: BenchOptions, results: ResultFlags, device: str,
     facts = report.about(llm, without_keys(shlex.join(["outpace", *sys.argv[1:]])), device)
     store = Store(results.out, options.settings(llm))
     with Bench(llm, options, store, lambda text: display.say(text, "yellow")) as running:
-        facts["energy"] = running.energy.description
         is_complete = _run(running, measured, facts)
         if not is_complete:
             kept = f"; the same command continues from {results.out}" if results.out else ""
