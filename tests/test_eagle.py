@@ -246,34 +246,5 @@ def test_doctor_examines_a_head(folder: Path) -> None:
     assert "the target's weights are int8" in poor["advice"]
     rows = dict(head_report.rows_of(poor))
     assert rows["vocabulary"] == "128 of 272 tokens can be proposed"
-    assert rows["card"] == "states no accepted length"
     other = head_report.advise(poor | {"trained_for": "Qwen/Qwen3-8B"})
     assert other == f"the head was trained for Qwen/Qwen3-8B, and the target is {poor['target']}"
-
-
-@pytest.mark.parametrize(
-    ("card", "claimed"),
-    [
-        ("# Head\n\nA mean acceptance length of 2.85 on MT-Bench with vllm 0.12.3.\n", [2.85, 2.85]),
-        (
-            "Acceptance lengths by task:\n\n| Task | k=1 | k=3 |\n|---|---|---|\n| HumanEval | 1.81 | 3.02 |\n"
-            "| Chat | 1.70 | 2.41 |\n\n| Loss | 0.93 |\n|---|---|\n| Rate | 1.25 |\n",
-            [1.7, 3.02],
-        ),
-        ("Trained for 3.5 epochs; 87.50 % of drafts are accepted.\n", None),
-        (None, None),
-    ],
-)
-def test_the_accepted_length_of_a_card_is_read(card: str | None, claimed: list[float] | None, tmp_path: Path) -> None:
-    if card is not None:
-        (tmp_path / "README.md").write_text(card)
-    assert head_report.claimed_length(tmp_path) == claimed
-    assert head_report.claimed_length(tmp_path / "head.gguf") == claimed
-
-
-def test_doctor_names_the_cards_figure_next_to_a_poor_one(folder: Path, tmp_path: Path) -> None:
-    head = write_head(tmp_path / "head")
-    (head / "README.md").write_text("Mean accepted length: 2.50 with 4 tokens")
-    poor = head_report.examine(str(folder / "target"), str(head), quiet=True)
-    assert poor["advice"].endswith("; the head's card states 2.50 to 2.50 tokens per target pass")
-    assert dict(head_report.rows_of(poor))["card"] == "2.50 to 2.50 tokens per target pass"

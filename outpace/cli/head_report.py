@@ -3,8 +3,6 @@ accepted, and the likely reason if few are."""
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,6 @@ from outpace.core.stats import merge_stats, rates
 NUM_PROMPTS = 12  # of each built-in task of outpace bench
 MAX_TOKENS, LENGTH = 64, 4  # of an answer; of a drafted chain
 POOR = 1.3  # mean accepted length below which something is probably wrong
-CARD = "README.md"
-CLAIM = re.compile(r"accept\w*[ _-]+length|tokens? per (?:target )?pass", re.IGNORECASE)
-NUMBER = re.compile(r"(?<![\w.])(\d{1,2}\.\d{1,3})(?![\w.%])")  # a length, not a version or a share
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 QUANTISED = ("int4", "int8", "file")  # precisions whose hidden states differ from those in training
 
@@ -53,7 +48,6 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
             "head_precision": llm.draft.precision,
             "chat_template": llm.tokenizer.has_template,
             "trained_length": head.draft_length,
-            "claimed_length": claimed_length(llm.draft.files() if llm.draft.files else None),
             "mean_accepted_length": round(figures.mean_accepted_length, 3),
             "acceptance": [round(rate, 3) for rate in rates(figures.positions)],
             "draft_step_seconds": round(figures.draft_seconds / max(LENGTH * figures.passes, 1), 6),
@@ -62,47 +56,28 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
         return found | {"advice": advise(found)}
 
 
-def claimed_length(path: Path | None) -> list[float] | None:
-    """Return the smallest and the largest mean accepted length that a head's card states; None if it states none.
-
-    Looked at are lines that name such a length, and tables that do or that follow such a paragraph.
-    """
-    if path is None or not (card := (path if path.is_dir() else path.parent) / CARD).is_file():
-        return None
-    lengths = list[float]()
-    for before, part in pairwise(["", *card.read_text(encoding="utf-8", errors="replace").split("\n\n")]):
-        is_table = part.startswith("|") and CLAIM.search(before + part) is not None
-        lines = [line for line in part.splitlines() if is_table or CLAIM.search(line)]
-        lengths += [value for value in map(float, NUMBER.findall("\n".join(lines))) if 1.0 <= value <= 17.0]
-    return [min(lengths), max(lengths)] if lengths else None
-
-
 def advise(found: dict[str, Any]) -> str:
     """Return a sentence on the mean accepted length, with the likeliest reason if it is poor."""
     length, trained, precision = (found[name] for name in ("mean_accepted_length", "trained_for", "target_precision"))
     if length >= POOR:
         return f"{length:.2f} tokens per target pass with a draft length of {LENGTH}: the head fits the target"
     if trained and Path(trained).name.lower() not in str(found["target"]).lower():
-        reason = f"the head was trained for {trained}, and the target is {found['target']}"
-    elif not found["chat_template"]:
-        reason = "the target has no chat template, but heads are mostly trained on chats"
-    elif precision in QUANTISED:
-        reason = f"the target's weights are {precision}, heads are trained with 16-bit weights: try --dtype bfloat16"
-    else:
-        reason = (
-            f"the head was probably trained on other hidden states than those after layers {found['taps']}, with other"
-            " norms, or for another model of this shape: compare its config.json with its model card"
-        )
-    claim = found["claimed_length"]
-    said = f"; the head's card states {claim[0]:.2f} to {claim[1]:.2f} tokens per target pass" if claim else ""
-    return reason + said
+        return f"the head was trained for {trained}, and the target is {found['target']}"
+    if not found["chat_template"]:
+        return "the target has no chat template, but heads are mostly trained on chats"
+    if precision in QUANTISED:
+        return f"the target's weights are {precision}, heads are trained with 16-bit weights: try --dtype bfloat16"
+    return (
+        f"the head was probably trained on other hidden states than those after layers {found['taps']}, with other"
+        " norms, or for another model of this shape: compare its config.json and the accepted length with its model"
+        " card"
+    )
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the name and the value of each row of the table."""
     trained = f", trained for {found['trained_for']}" if found["trained_for"] else ""
     step, target = 1000 * found["draft_step_seconds"], 1000 * found["target_pass_seconds"]
-    claim = found["claimed_length"]
     acceptance = ", ".join(f"{rate:.2f}" for rate in found["acceptance"]) or "nothing was drafted"
     return [
         ("head", f"{found['head']}: {found['kind']}{trained}, {found['head_precision']}"),
@@ -113,6 +88,5 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("chat template", "the target's" if found["chat_template"] else "none"),
         ("times", f"a draft step {step:.2f} ms, a target pass {target:.2f} ms"),
         ("acceptance", f"by position {acceptance}; {found['mean_accepted_length']:.2f} tokens per target pass"),
-        ("card", f"{claim[0]:.2f} to {claim[1]:.2f} tokens per target pass" if claim else "states no accepted length"),
         ("finding", found["advice"]),
     ]
