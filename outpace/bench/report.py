@@ -65,21 +65,21 @@ def tables(rows: Sequence[TableRow], facts: Mapping[str, Any], is_wide: bool = F
     parts: list[RenderableType] = [_title(facts)]
     if is_wide:
         caption = CAPTION + COST_CAPTION if costs else CAPTION
-        parts.append(_table((*SPEED_COLUMNS, *costs), single, caption))
-        parts += [_table(quality, single, QUALITY_CAPTION)] if quality else []
+        parts.append(table((*SPEED_COLUMNS, *costs), single, caption))
+        parts += [table(quality, single, QUALITY_CAPTION)] if quality else []
     else:
         columns = [column for column in SPEED_COLUMNS if column[0] in SHORT_COLUMNS]
         shown = [row for row in single if row.task == whole]
-        parts.append(_table((*columns, *quality, *costs), shown, SHORT_CAPTION))
+        parts.append(table((*columns, *quality, *costs), shown, SHORT_CAPTION))
     batches = sorted({row.batch for row in rows if row.batch > 1})
     for count in batches:
         parts += [Text(f"{count} at once", style="bold")]
-        parts += [_table(BATCH_COLUMNS, [row for row in rows if row.batch == count], sections=False)]
+        parts += [table(BATCH_COLUMNS, [row for row in rows if row.batch == count], sections=False)]
     parts += [Text(BATCH_CAPTION, style=GREY)] if batches else []
     drafting = [row for row in single if row.task == whole and row.acceptance_by_position]
     if drafting and is_wide:
         longest = min(POSITIONS, max(len(row.acceptance_by_position) for row in drafting))
-        by_position = _table([(str(1 + at), partial(_rate, at)) for at in range(longest)], drafting, sections=False)
+        by_position = table([(str(1 + at), partial(_rate, at)) for at in range(longest)], drafting, sections=False)
         by_position.title, by_position.title_justify = "accepted by position, where all before it were accepted", "left"
         parts.append(by_position)
     parts += [Text(line, style="yellow") for line in _remarks(rows, facts)]
@@ -167,21 +167,21 @@ QUALITY_COLUMNS: Columns = (
 )
 
 
-def _table(columns: Columns, rows: Sequence[TableRow], caption: str = "", sections: bool = True) -> Table:
+def table(columns: Columns, rows: Sequence[TableRow], caption: str = "", sections: bool = True) -> Table:
     """Build a table with a line per row; with `sections`, a heading precedes the rows of each task."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    table.caption = Text(caption, style=GREY) if caption else None
-    table.add_column("method", overflow="fold", min_width=14, max_width=40)
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
+    made.caption = Text(caption, style=GREY) if caption else None
+    made.add_column("method", overflow="fold", min_width=14, max_width=40)
     for name, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        made.add_column(name, justify="right", no_wrap=True)
     heading: TableRow | None = None
     for row in rows:
         if sections and (heading is None or heading.task != row.task):
             heading = row
-            table.add_section()
-            table.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
-        table.add_row(_name(row, heading), *(show(row) for _, show in columns))
-    return table
+            made.add_section()
+            made.add_row(Text(f"{row.task}, {row.prompts} prompt{'' if row.prompts == 1 else 's'}", style=GREY))
+        made.add_row(_name(row, heading), *(show(row) for _, show in columns))
+    return made
 
 
 def _name(row: TableRow, heading: TableRow | None) -> Text:
