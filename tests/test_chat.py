@@ -27,7 +27,7 @@ from rich.console import Console
 from outpace.api.stream import Result
 from outpace.api.text import Piece
 from outpace.cli import display
-from outpace.cli.chat import ChatFlags, LocalChat, is_loop
+from outpace.cli.chat import ChatFlags, ChatSession, is_loop
 from outpace.core.errors import UserError
 
 SECONDS = 60.0
@@ -78,8 +78,8 @@ class CannedStream:
         return self.result
 
 
-def talk(llm: Any, *lines: str, system: str | None = None) -> LocalChat:
-    conversation = LocalChat(llm, ChatFlags(), system, color=False)
+def talk(llm: Any, *lines: str, system: str | None = None) -> ChatSession:
+    conversation = ChatSession(llm, ChatFlags(), system, color=False)
     for line in lines:
         assert conversation.take(line)
     return conversation

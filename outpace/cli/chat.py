@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from outpace.api.llm import LLM
     from outpace.api.text import Piece
-    from outpace.cli.remote import RemoteModel
     from outpace.cluster.remote_target import RemoteTarget
 
 PROMPT, CONTINUED = "> ", "  "
@@ -37,7 +36,6 @@ COMMANDS = {
 }
 QUOTES = '"""'
 LOOPS, MAX_LOOP = 8, 400  # repetitions that end an answer, and the largest number of repeated characters
-ENDS = {"length": "cut at the token limit", "abort": "stopped"}
 HINT = "/help lists the commands, /quit or Ctrl-D ends"
 
 
@@ -55,12 +53,6 @@ def chat(
     sampling: ChatFlags,
     system: str | None = SYSTEM,
     color: bool = flag(False, "Show accepted draft tokens in colour."),
-    url: str | None = flag(
-        None,
-        "Talk to a server with the OpenAI API, such as outpace serve; --target names its model. The temperature is 0"
-        " unless --temperature is given.",
-    ),
-    api_key: str | None = flag(None, "API key for --url.", envvar="OUTPACE_API_KEY"),
 ) -> None:
     """Talk to the model.
 
@@ -71,22 +63,13 @@ def chat(
     from outpace.models.load import without_template
 
     sampling.check()
-    if url is not None:
-        from outpace.cli.remote import RemoteModel
-
-        for name in (*(name for name in model.given() if name != "target"), *ctx.obj):
-            raise UserError(f"--url talks to a server with its own models, leave out --{name.replace('_', '-')}")
-        remote = RemoteModel(url, api_key, model.target)
-        with process.at_safe_points():
-            _talk(RemoteChat(remote, sampling, system), remote.model)
-        return
     with process.at_safe_points(), open_any(model, ctx.obj, is_chat=True) as llm:
         if not llm.target.tokenizer.chat_template:
             raise UserError(without_template(llm.target.name))
         draft = getattr(llm, "draft", None)
         pair = pair_name(llm.target.name, draft and draft.name)
-        local = LocalChat(llm, sampling, system, color, sampling.recommended(llm))
-        _talk(local, f"{pair} by {llm.method}")
+        session = ChatSession(llm, sampling, system, color, sampling.recommended(llm))
+        _talk(session, f"{pair} by {llm.method}")
 
 
 def _talk(session: ChatSession, name: str) -> None:
@@ -178,10 +161,17 @@ def _changed(sampling: SamplingFlags, words: str) -> SamplingFlags:
 
 
 class ChatSession:
-    """The messages so far, and the commands."""
+    """A conversation: its messages so far, and its commands."""
 
-    def __init__(self, sampling: SamplingFlags, system: str | None, color: bool = False) -> None:
-        self._sampling = sampling
+    def __init__(
+        self,
+        llm: LLM | RemoteTarget,
+        sampling: SamplingFlags,
+        system: str | None,
+        color: bool = False,
+        recommended: Mapping[str, Any] = {},
+    ) -> None:
+        self._llm, self._sampling, self._recommended = llm, sampling, recommended
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages, self._color = list(self._opening), color
 
@@ -234,42 +224,6 @@ class ChatSession:
     def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
         """Write the answer as it comes; return the fields of its message, and its summary. Messages that do not fit are
         removed in place."""
-        raise NotImplementedError
-
-
-class RemoteChat(ChatSession):
-    """A conversation with a model on a server."""
-
-    def __init__(self, remote: RemoteModel, sampling: SamplingFlags, system: str | None) -> None:
-        super().__init__(sampling, system)
-        self._remote = remote
-
-    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
-        given, defaults = self._sampling.options(), ChatFlags().options()
-        always = {name: given.get(name, 0.0) for name in ("max_tokens", "temperature", "seed")}
-        asked = always | {name: value for name, value in given.items() if value != defaults.get(name)}
-        answer = self._remote.answer(messages, asked, printer.write)
-        rate = answer.timings.get("predicted_per_second")
-        parts = [f"{rate:.1f} tokens/s"] if isinstance(rate, (int, float)) else []
-        parts += [ENDS[answer.finish_reason]] if answer.finish_reason in ENDS else []
-        return {"content": answer.text}, f"{self._remote.model}: {', '.join(parts)}" if parts else ""
-
-
-class LocalChat(ChatSession):
-    """A conversation with a model in this process."""
-
-    def __init__(
-        self,
-        llm: LLM | RemoteTarget,
-        sampling: SamplingFlags,
-        system: str | None,
-        color: bool,
-        recommended: Mapping[str, Any] = {},
-    ) -> None:
-        super().__init__(sampling, system, color)
-        self._llm, self._recommended = llm, recommended
-
-    def _ask(self, messages: list[dict[str, str]], printer: display.TextPrinter) -> tuple[dict[str, str], str]:
         self._remove_oldest(messages)
         stream = self._llm.stream(messages, **self._sampling.options(self._recommended))
         written, loops = "", False

@@ -31,8 +31,8 @@ COMMON: dict[str, tuple[str, tuple[str, ...]]] = {
         ('outpace generate "Why is the sky blue?"', f'outpace generate {PAIR} --max-tokens 100 "Tell me a joke."'),
     ),
     "chat": (
-        f"{MODEL} {SAMPLING} method color url",
-        (f"outpace chat {PAIR}", "outpace chat --url http://127.0.0.1:8000/v1"),
+        f"{MODEL} {SAMPLING} method color system",
+        (f"outpace chat {PAIR}", "outpace chat --system 'Answer in one sentence.'"),
     ),
     "serve": (
         f"{MODEL} method device host port api_key_file served_name batch",
