@@ -80,8 +80,8 @@ def test_limits() -> None:
     assert theory.parallel_limit(0.1) == pytest.approx(10.0)
     assert theory.parallel_limit(0.0) == math.inf
     assert theory.pearl_speedup(1.0, 10, 0.1) == pytest.approx(10.0)
-    assert theory.card_limit(5.0, 1.25, 0.1, 2.0) == pytest.approx(4.0)
-    assert theory.card_limit(5.0, 1.25, 0.2, 2.0) == pytest.approx(2.5)
+    assert theory.card_limit(5.0, 1.25, 0.2) == pytest.approx(4.0)
+    assert theory.card_limit(5.0, 1.25, 0.4) == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize(("stages", "hop"), [(1, 0.0), (2, 0.5), (4, 5.0)])

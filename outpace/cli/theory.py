@@ -27,7 +27,6 @@ def theory(
     ),
     cost: float = flag(0.1, "Cost coefficient (c): time of a draft step over that of a plain pass."),
     verify: float = flag(0.0, "Time that each further row adds to a pass, as a share of a plain pass."),
-    overhead: float = flag(0.0, "Other time in a round, as a share of a plain pass."),
     stages: int = flag(1, "Number of stages, if the target runs in a pipeline (--pp-plan)."),
     hop: float = flag(0.0, "Time from each stage to the next, and from the last to the first, in plain passes."),
     lengths: int = flag(10, "Show draft lengths (gamma) up to this one."),
@@ -35,14 +34,12 @@ def theory(
 ) -> None:
     """Show possible gains of speculation: tokens a round, speedups by draft length, and their limits."""
     positions, others = _rates("acceptance", acceptance), _rates("drafts", drafts) if drafts else []
-    for name, share in (("cost", cost), ("verify", verify), ("overhead", overhead)):
+    for name, share in (("cost", cost), ("verify", verify)):
         check_range(name, share, 0.0, 100.0)
     check_whole("lengths", lengths, 1, 256)
     check_pipeline(stages, hop)
-    rows = [
-        _row(positions, gamma, cost, stages, hop, 1.0 + verify * gamma, overhead) for gamma in range(1, lengths + 1)
-    ]
-    pipeline = {"pipeline": _pipeline(rows, cost, stages, hop, verify, overhead)} if hop else {}
+    rows = [_row(positions, gamma, cost, stages, hop, 1.0 + verify * gamma) for gamma in range(1, lengths + 1)]
+    pipeline = {"pipeline": _pipeline(rows, cost, stages, hop, verify)} if hop else {}
     found = {
         "sequential_limit": formulas.tokens_per_rejection(positions),
         "parallel_limit": formulas.parallel_limit(cost),
@@ -93,29 +90,25 @@ def check_pipeline(stages: int, hop: float) -> None:
         raise UserError(f"hop is {hop:g}, which needs a pipeline: name its stages with --stages")
 
 
-def _pipeline(
-    rows: list[dict[str, Any]], cost: float, stages: int, hop: float, verify: float, overhead: float
-) -> dict[str, float]:
+def _pipeline(rows: list[dict[str, Any]], cost: float, stages: int, hop: float, verify: float) -> dict[str, float]:
     """Return the travel time of a pass, and what the best draft length saves of it and needs to break even."""
     best = max(rows, key=lambda row: row["sequential_speedup"])
     gamma = best["draft_length"]
     return {
         "travel_time": formulas.travel_time(stages, hop),
         "travel_time_saved_per_token": formulas.pipeline_saving(stages, hop, best["tokens"]),
-        "break_even_tokens": formulas.pipeline_break_even(gamma, cost, stages, hop, 1.0 + verify * gamma, overhead),
+        "break_even_tokens": formulas.pipeline_break_even(gamma, cost, stages, hop, 1.0 + verify * gamma),
     }
 
 
-def _row(
-    positions: list[float], gamma: int, cost: float, stages: int, hop: float, verify: float, overhead: float
-) -> dict[str, Any]:
+def _row(positions: list[float], gamma: int, cost: float, stages: int, hop: float, verify: float) -> dict[str, Any]:
     travel = formulas.travel_time(stages, hop)
     known = (positions + positions[-1:] * gamma)[:gamma]
     tokens = formulas.expected_tokens_by_position(known)
     return {
         "draft_length": gamma,
         "tokens": tokens,
-        "sequential_speedup": formulas.pipeline_speedup(tokens, gamma, cost, stages, hop, verify, overhead),
+        "sequential_speedup": formulas.pipeline_speedup(tokens, gamma, cost, stages, hop, verify),
         "pearl_speedup": formulas.pearl_tokens(positions, gamma) * (1.0 + travel) / max(gamma * cost, 1.0 + travel),
     }
 

@@ -45,6 +45,7 @@ REMOVED_NAMES = {  # for one release: what to do instead
     ("flags", "--glancing"): "leave it out, blocks are trained on masks only, as DSpark's are",
     ("flags", "--markdown"): "docs/methods.md has the whole list, and --json prints it",
     ("flags", "--url"): "open the server's address in a browser, which shows a chat page",
+    ("flags", "--overhead"): "leave it out, or count it in --verify",
     ("flags", "--compare"): "compare the rows.json of the two folders of --out",
     ("flags", "--channel"): "leave it out, the channel is always that of 3GPP TR 38.901, UMi street canyon",
     ("flags", "--scenario"): "leave it out, the scenario is always UMi, a street canyon",

@@ -23,12 +23,12 @@ def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
     return 1.0 + math.fsum(math.prod(acceptances[: depth + 1]) for depth in range(len(acceptances)))
 
 
-def speedup(tokens: float, gamma: int, c: float, v: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the speedup of sequential drafting and verification, E / (gamma c + v + o).
+def speedup(tokens: float, gamma: int, c: float, v: float = 1.0) -> float:
+    """Return the speedup of sequential drafting and verification, E / (gamma c + v).
 
-    Leviathan et al., theorem 3.8, has v = 1 and o = 0.
+    Leviathan et al., theorem 3.8, has v = 1.
     """
-    return tokens / (gamma * c + v + overhead)
+    return tokens / (gamma * c + v)
 
 
 def count_rounds(chains: Sequence[Sequence[bool]]) -> int:
@@ -110,15 +110,13 @@ def travel_time(stages: int, hop: float) -> float:
     return stages * hop if stages > 1 else 0.0
 
 
-def pipeline_speedup(
-    tokens: float, gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0
-) -> float:
-    """Return the speedup in a pipeline, E (1 + L) / (gamma c + v + o + L), where L is the travel time of a pass.
+def pipeline_speedup(tokens: float, gamma: int, c: float, stages: int, hop: float, v: float = 1.0) -> float:
+    """Return the speedup in a pipeline, E (1 + L) / (gamma c + v + L), where L is the travel time of a pass.
 
     A round travels once for all its tokens, plain decoding once for each token. arXiv:2511.11733.
     """
     travel = travel_time(stages, hop)
-    return tokens * (1.0 + travel) / (gamma * c + v + overhead + travel)
+    return tokens * (1.0 + travel) / (gamma * c + v + travel)
 
 
 def pipeline_saving(stages: int, hop: float, tokens: float) -> float:
@@ -126,15 +124,12 @@ def pipeline_saving(stages: int, hop: float, tokens: float) -> float:
     return (stages - 1) * hop * (tokens - 1.0) / tokens
 
 
-def pipeline_break_even(gamma: int, c: float, stages: int, hop: float, v: float = 1.0, overhead: float = 0.0) -> float:
-    """Return the tokens per pass at which drafting breaks even: (gamma c + v + o + L) / (1 + L)."""
+def pipeline_break_even(gamma: int, c: float, stages: int, hop: float, v: float = 1.0) -> float:
+    """Return the tokens per pass at which drafting breaks even: (gamma c + v + L) / (1 + L)."""
     travel = travel_time(stages, hop)
-    return (gamma * c + v + overhead + travel) / (1.0 + travel)
+    return (gamma * c + v + travel) / (1.0 + travel)
 
 
-def card_limit(tokens: float, v: float, c: float, slow_down: float = 1.0) -> float:
-    """Return CARD's bound: A / v by the target and 1 / (c d) by the drafter. arXiv:2508.04462.
-
-    `tokens` is A per pass, `slow_down` is d, the relative time of a wide draft forward.
-    """
-    return min(tokens / v, parallel_limit(c * slow_down))
+def card_limit(tokens: float, v: float, c: float) -> float:
+    """Return CARD's bound: A / v by the target, `tokens` A per pass, and 1 / c by the drafter. arXiv:2508.04462."""
+    return min(tokens / v, parallel_limit(c))
