@@ -6,7 +6,7 @@ from mutation_checks import Original
 from part_mutations import mutation
 
 from outpace.core import theory
-from outpace.studies.edge.shares import _Cells
+from outpace.studies.edge.policies import _Cells
 from outpace.studies.edge.world import EdgeWorld
 
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from outpace.core import theory
 from outpace.core.errors import UserError
-from outpace.studies.edge import associations, channel, link, report, run
+from outpace.studies.edge import link, policies, report, run
+from outpace.studies.edge import world as worlds
+from outpace.studies.edge.policies import divide_equally, divide_optimally
 from outpace.studies.edge.problem import ALONE, Assignment, SlotProblem
 from outpace.studies.edge.settings import SHIPPED, EdgeSettings, judged, read_acceptance
-from outpace.studies.edge.shares import divide_equally, divide_optimally
 from outpace.studies.edge.world import make_world, mean_wait
 
 RNG = np.random.default_rng
@@ -54,24 +55,24 @@ def test_the_path_loss_is_3gpps() -> None:
     """Values worked out by hand from TR 38.901, table 7.4.1-1, at 3.5 GHz."""
     yes, no = np.array(True), np.array(False)
     near, far = np.array(100.0), np.array(500.0)
-    assert channel.path_loss(near, yes, 3.5) == pytest.approx(85.31, abs=0.01)
-    assert channel.path_loss(near, no, 3.5) == pytest.approx(104.64, abs=0.01)
-    assert channel.path_loss(far, yes, 3.5) == pytest.approx(107.11, abs=0.01)  # beyond the breakpoint of 210 m
-    assert channel.line_of_sight_chance(np.array([5.0, 18.0, 100.0])) == pytest.approx([1.0, 1.0, 0.2309], abs=1e-3)
+    assert worlds.path_loss(near, yes, 3.5) == pytest.approx(85.31, abs=0.01)
+    assert worlds.path_loss(near, no, 3.5) == pytest.approx(104.64, abs=0.01)
+    assert worlds.path_loss(far, yes, 3.5) == pytest.approx(107.11, abs=0.01)  # beyond the breakpoint of 210 m
+    assert worlds.line_of_sight_chance(np.array([5.0, 18.0, 100.0])) == pytest.approx([1.0, 1.0, 0.2309], abs=1e-3)
 
 
 def test_efficiency_ends_at_the_reach() -> None:
     snr = np.array([-np.inf, -6.8, -6.7, 10.0])
-    assert channel.shannon(snr, -6.7) == pytest.approx([0.0, 0.0, math.log2(1 + 10**-0.67), math.log2(11)])
+    assert worlds.shannon(snr, -6.7) == pytest.approx([0.0, 0.0, math.log2(1 + 10**-0.67), math.log2(11)])
 
 
 def test_shadowing_keeps_its_spread_and_changes_with_distance() -> None:
     chosen = EdgeSettings(devices=2000, servers=2)
-    made = channel.PathLossChannel(chosen, RNG(0))
+    made = worlds.PathLossChannel(chosen, RNG(0))
     place, servers = RNG(1).random((2000, 2)) * 1000, RNG(2).random((2, 2)) * 1000
     made.efficiency(place, servers)
     before = made._shadow.ravel()
-    made.efficiency(place + np.array([0.0, channel.CORRELATION]), servers)
+    made.efficiency(place + np.array([0.0, worlds.CORRELATION]), servers)
     after = made._shadow.ravel()
     assert np.corrcoef(before, after)[0, 1] == pytest.approx(math.exp(-1), abs=0.05)
     assert after.std() == pytest.approx(1.0, abs=0.05)
@@ -101,13 +102,13 @@ def test_a_step_takes_the_longer_of_drafting_and_verification() -> None:
 @pytest.mark.parametrize("is_paper", [False, True])
 def test_equal_shares_cost_what_evaluation_says(is_paper: bool) -> None:
     given = problem(9, 3, 4, price=0.2, is_paper=is_paper)
-    server = associations.max_sinr(given, RNG(0))
+    server = policies.max_sinr(given, RNG(0))
     assert given.equal_objective(server) == pytest.approx(objective(given, divide_equally(given, server)))
 
 
 def test_simple_associations() -> None:
     given = problem(30, 4, 3)
-    nearest, fastest = associations.max_sinr(given, RNG(0)), associations.max_compute(given, RNG(0))
+    nearest, fastest = policies.max_sinr(given, RNG(0)), policies.max_compute(given, RNG(0))
     for device in range(30):
         reachable = np.flatnonzero(np.isfinite(given.link[device]))
         assert given.link[device, nearest[device]] == given.link[device].min()
@@ -117,7 +118,7 @@ def test_simple_associations() -> None:
 def test_a_device_out_of_reach_writes_alone() -> None:
     given = problem(6, 2, 5)
     given = replace(given, link=np.where(np.arange(6)[:, None] == 2, np.inf, np.ones((6, 2))))
-    for name in associations.ASSOCIATIONS:
+    for name in policies.ASSOCIATIONS:
         policy = run.find_policy(f"{name}/equal")
         chosen = policy.assign(given, RNG(0))
         assert chosen.server[2] == ALONE
@@ -128,15 +129,15 @@ def test_a_device_out_of_reach_writes_alone() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_gains_of_moves_and_exchanges_are_differences_of_objectives(seed: int, is_paper: bool) -> None:
     given = problem(8, 3, seed, is_paper=is_paper)
-    server = associations.max_sinr(given, RNG(0))
-    gains, before = associations.move_gains(given, server), given.equal_objective(server)
+    server = policies.max_sinr(given, RNG(0))
+    gains, before = policies.move_gains(given, server), given.equal_objective(server)
     for device, goal in itertools.product(range(8), range(3)):
         moved = server.copy()
         moved[device] = goal
         after = given.equal_objective(moved)
         assert gains[device, goal] == pytest.approx(before - after)
     for one, other in itertools.combinations(range(8), 2):
-        best = associations.exchange(given, server)
+        best = policies.exchange(given, server)
         exchanged = best.copy()
         exchanged[[one, other]] = best[[other, one]]
         assert given.equal_objective(exchanged) >= given.equal_objective(best) * (1 - 1e-8)
@@ -146,10 +147,10 @@ def test_gains_of_moves_and_exchanges_are_differences_of_objectives(seed: int, i
 @given(st.integers(1, 30), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
 def test_swap_and_move_never_raise_the_objective(devices: int, servers: int, seed: int, is_paper: bool) -> None:
     given = problem(devices, servers, seed, is_paper=is_paper)
-    first = associations.greedy(given, RNG(0))
-    matched = associations.match_by_channel(given)
-    assert given.equal_objective(associations.improve(given, first)) <= given.equal_objective(first) * (1 + 1e-12)
-    assert given.equal_objective(associations.exchange(given, matched)) <= given.equal_objective(matched) * (1 + 1e-12)
+    first = policies.greedy(given, RNG(0))
+    matched = policies.match_by_channel(given)
+    assert given.equal_objective(policies.improve(given, first)) <= given.equal_objective(first) * (1 + 1e-12)
+    assert given.equal_objective(policies.exchange(given, matched)) <= given.equal_objective(matched) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("length", [8, 2])
@@ -162,7 +163,7 @@ def test_associations_are_near_the_best_of_all(length: int) -> None:
         choices = [[*np.flatnonzero(row)] or [ALONE] for row in given.in_range]
         best = min(given.equal_objective(np.array(every)) for every in itertools.product(*choices))
         for name in ("greedy", "move", "swap"):
-            chosen = associations.ASSOCIATIONS[name](given, RNG(0))
+            chosen = policies.ASSOCIATIONS[name](given, RNG(0))
             ratios.setdefault(name, []).append(given.equal_objective(chosen) / best)
     means = {name: float(np.mean(found)) for name, found in ratios.items()}
     assert min(min(found) for found in ratios.values()) >= 1 - 1e-12
@@ -242,7 +243,7 @@ def test_a_device_with_long_drafts_gets_what_it_needs_and_no_more() -> None:
 
 def test_all_servers_are_divided_at_once_as_one_by_one() -> None:
     given = problem(40, 4, 1)
-    server = associations.greedy(given, RNG(0))
+    server = policies.greedy(given, RNG(0))
     whole = divide_optimally(given, server)
     for number in range(4):
         chosen = server == number

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from outpace.core.errors import UserError, check_whole, unknown
-from outpace.studies.edge.associations import ASSOCIATIONS, Associate
+from outpace.studies.edge.policies import ASSOCIATIONS, SHARES, Associate, Divide
 from outpace.studies.edge.problem import Assignment, DeviceFigures, SlotProblem
 from outpace.studies.edge.settings import SWEPT, EdgeSettings
-from outpace.studies.edge.shares import divide_equally, divide_optimally
 from outpace.studies.edge.world import EdgeWorld, make_world
 
 BASELINE = "max-sinr/equal"
@@ -25,8 +24,6 @@ DEFAULT = (
     *(BASELINE, "random/equal", "max-compute/equal", "greedy/equal", "swap/equal", "move/equal"),
     *("max-sinr/optimal", "greedy/optimal", "swap/optimal", "move/optimal"),
 )
-Divide = Callable[[SlotProblem, np.ndarray], Assignment]
-SHARES: dict[str, Divide] = {"equal": divide_equally, "optimal": divide_optimally}
 
 
 @dataclass(frozen=True)
