@@ -95,10 +95,12 @@ class ExpansionState(DraftState):
     slots: SlotMap = field(default_factory=SlotMap)
     start: int = 0
     ranked_by_model: bool = field(init=False)  # proposals are the highest scores, so the model can rank them itself
+    needs_q: bool = field(init=False)  # the rule needs q after every token
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ranked_by_model = picks_best_scores(self.request)
+        self.needs_q = self.request.rule.traits.q_at_leaves
 
     @property
     def unread(self) -> int:
@@ -201,13 +203,11 @@ class TreeExpander:
         left to read while others wait gets one chunk read now, and no job."""
         for state in states if self._uses_target_session else ():
             state.session = state.target_session
-        reading = self._read_long_texts(states)
-        open_trees = []
-        for number, (state, tree) in enumerate(zip(states, trees, strict=True)):
-            if number not in reading and len(tree) < self._tree_nodes:
-                open_trees.append((state, tree))
-        pairs = zip(open_trees, self._frontiers(open_trees), strict=True)
-        return [ExpansionJob(state, tree, nodes) for (state, tree), nodes in pairs if nodes]
+        reading, most = self._read_long_texts(states), self._tree_nodes
+        pairs = zip(states, trees, strict=True)
+        open_trees = [pair for number, pair in enumerate(pairs) if number not in reading and len(pair[1]) < most]
+        frontiers = zip(open_trees, self._frontiers(open_trees), strict=True)
+        return [ExpansionJob(state, tree, nodes) for (state, tree), nodes in frontiers if nodes]
 
     def score(self, jobs: Sequence[ExpansionJob]) -> SparseLogits:
         """Run one forward over all frontiers and return the logits of their nodes, job after job. Missing committed
@@ -258,37 +258,39 @@ class TreeExpander:
     def _frontiers(self, open_trees: Sequence[tuple[ExpansionState, TokenTree]]) -> list[list[int]]:
         """Choose the unexpanded nodes of each tree for the next forward, parents first. A parent's score is at least
         its child's, so a node is chosen after or together with its parent."""
-        slots, trees, counts, floors, max_depths = [], [], [], [], []
-        for state, tree in open_trees:
+        counts, floors, special = [], [], []
+        for number, (state, tree) in enumerate(open_trees):
             directives = state.directives
             width = min(tree.width or directives.width or self._width, self._width)
             floor = self._floor if directives.floor is None else _log(directives.floor)
-            if state.request.rule.traits.q_at_leaves:  # such a rule needs q after every token
-                floor = -math.inf
-            slots.append(state.slots)
-            trees.append(tree)
             counts.append(min(width, state.session.free) if self._uses_target_session else width)
-            floors.append(floor)
-            max_depths.append(state.deepest(tree))
-        found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
-        for number, (state, tree) in enumerate(open_trees):
-            directives = state.directives
+            floors.append(-math.inf if state.needs_q else floor)
             if directives.outcomes or directives.in_levels:
-                state.slots.reset()
-                if directives.outcomes:
-                    nodes = outcome_frontier(tree, state.slots, directives.outcomes, counts[number])
-                else:
-                    nodes = level_frontier(tree, state.slots, counts[number])
-                found[number] = [node for node in nodes if tree.depth(node) <= max_depths[number]]
+                special.append(number)
+        slots, trees = [state.slots for state, _ in open_trees], [tree for _, tree in open_trees]
+        max_depths = [min(state.depth_left, tree.max_depth - 1) for state, tree in open_trees]
+        found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
+        for number in special:
+            (state, tree), count = open_trees[number], counts[number]
+            state.slots.reset()
+            if state.directives.outcomes:
+                nodes = outcome_frontier(tree, state.slots, state.directives.outcomes, count)
+            else:
+                nodes = level_frontier(tree, state.slots, count)
+            found[number] = [node for node in nodes if tree.depth(node) <= max_depths[number]]
         return found
 
     def _read_long_texts(self, states: Sequence[ExpansionState]) -> set[int]:
         """While others wait, read a part of each text that lacks more than may be read in this growth, those that will
         be read soonest first; return the places of these requests. Texts beyond the model's context are not read."""
-        if self._uses_target_session or all(state.max_read == UNLIMITED for state in states):
+        behind = [state for state in states if state.max_read < UNLIMITED and not state.session.pending]
+        if self._uses_target_session or not behind:
             return set()
-        for state in states:
+        for state in behind:
             self.begin(state)
+        missing = [state.missing for state in behind]
+        if max(missing) <= CHUNK and sum(missing) <= min([state.max_read for state in behind]):
+            return set()
         lagging, read = dict[int, int](), 0  # tokens to read by place, and of all texts
         for place in sorted(range(len(states)), key=lambda place: states[place].missing):
             state = states[place]
@@ -344,13 +346,11 @@ class TreeExpander:
 
     def _part(self, state: ExpansionState, tree: TokenTree, frontier: Sequence[int]) -> Part:
         """Return the missing committed tokens followed by the frontier. If tokens are missing, nothing is pending."""
-        session = state.session
-        tokens = state.tokens[state.start + session.length : -1]
-        missing = len(tokens)
-        new_tokens, new_parents = state.slots.expand(tree, frontier, session.pending, missing)
-        parents = [*range(PREFIX, missing - 1), *new_parents]
-        tokens += new_tokens
-        best = self._proposed if state.ranked_by_model else 0
+        session, best = state.session, self._proposed if state.ranked_by_model else 0
+        text = state.tokens[state.start + session.length : -1]
+        tokens, parents = state.slots.expand(tree, frontier, session.pending, missing := len(text))
+        if text:
+            tokens, parents = [*text, *tokens], [*range(PREFIX, missing - 1), *parents]
         return Part(session, self.clamp_ids(tokens), parents, range(missing, len(tokens)), best=best)
 
     def clamp_ids(self, tokens: list[int]) -> list[int]:

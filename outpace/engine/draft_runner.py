@@ -17,7 +17,6 @@ from outpace.core.tree import UNLIMITED, TokenTree
 from outpace.core.types import WORKER, Await, Draft, Drafter, DraftSource, Observation, Verdict
 from outpace.drafters._tree_expander import CHUNK
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model
 from outpace.planning.cost_model import READ_WITH_STEP, CostModel, DraftTimes
 
 if TYPE_CHECKING:
@@ -46,15 +45,12 @@ class DraftRunner:
         self._names = tuple(drafters)  # including those that were given up
         self._warned: set[tuple[str | None, bool]] = set()
         self._times = DraftTimes()  # since they were taken last
+        models = [model for drafter in drafters.values() for model in drafter.capabilities.models]
+        self.models = list(dict.fromkeys(models))  # that draft in the engine's thread
 
     @property
     def drafter(self) -> Drafter | None:
         return self.drafters.get(self._names[0]) if self._names else None
-
-    @property
-    def models(self) -> list[Model]:
-        """The models that draft in the engine's thread."""
-        return list(dict.fromkeys(model for drafter in self.drafters.values() for model in drafter.capabilities.models))
 
     @property
     def num_captures(self) -> int:
@@ -152,29 +148,24 @@ class DraftRunner:
             asked: dict[tuple[str | None, DraftSource | None], list[TokenSequence]] = {}
             waiting = []
             for sequence in running:
-                if isinstance(sequence.action, Draft):
-                    if (state := sequence.draft.state) is not None:
-                        state.source = sequence.action.source
-                        state.max_read = self._max_read(sequence, len(running)) if len(running) > 1 else UNLIMITED
-                    asked.setdefault((sequence.draft.name, sequence.action.source), []).append(sequence)
-                elif isinstance(sequence.action, Await):
+                action = sequence.action
+                if isinstance(action, Draft):
+                    asked.setdefault((sequence.draft.name, action.source), []).append(sequence)
+                elif isinstance(action, Await):
                     waiting.append(sequence)
             if not asked and not waiting:
                 return
             for name, source in sorted(asked, key=_order) if len(asked) > 1 else asked:
-                self._grow(asked[name, source], name, source)
+                self._grow(asked[name, source], name, source, len(running))
             if waiting:
                 self._wait(waiting)
 
-    def _max_read(self, sequence: TokenSequence, requests: int) -> int:
-        """Return how many tokens of texts this sequence's draft model may read in one growth, while other requests
-        wait: a chunk for each if its time is unknown, or if the text depends on when it is drafted."""
-        drafter, costs = self._of(sequence), self._costs
-        sources = () if drafter is None else drafter.capabilities.sources
+    def _max_read(self, drafter: Drafter | None, requests: int) -> int:
+        """Return how many tokens of texts a drafter's models may read in one growth, while other requests wait: a chunk
+        for each if its time is unknown."""
+        costs, sources = self._costs, () if drafter is None else drafter.capabilities.sources
         token = max([costs.reading_token_seconds(source) for source in sources if source.runs_model], default=0.0)
-        if not token or not sequence.request.rule.traits.same_text:
-            return requests * CHUNK
-        return max(int(costs.reading_seconds(requests) / token), _READ)
+        return max(int(costs.reading_seconds(requests) / token), _READ) if token else requests * CHUNK
 
     def _wait(self, waiting: Sequence[TokenSequence]) -> None:
         """Let the worker draft for these sequences, then resume their decoders. The drafter is not awaited for the last
@@ -230,11 +221,12 @@ class DraftRunner:
     ) -> TokenTree:
         """Return the next round's root after the committed `tokens`, and note the verdict for the drafter. The drafter
         observes it when it drafts next, or at once if `PendingObservations.is_due`."""
-        root = TokenTree(sequence.committed[-1], root_id=tree.next_id, next_id=tree.next_id + 1)
+        next_id = tree.next_id
+        root = TokenTree(sequence.committed[-1], next_id, next_id + 1)
         if (state := sequence.draft.state) is not None:
             path = verdict.path if verdict.next_token is not None else verdict.path[:-1]  # a late end is the new root
-            ids = [*map(tree.ids.__getitem__, path)]
-            state.pending.add(Observation(ids, tokens, root, feedback))
+            ids = tree.ids
+            state.pending.add(Observation([ids[node] for node in path], tokens, root, feedback))
             if state.pending.is_due:
                 self._call(sequence, "catch_up")
         return root
@@ -256,20 +248,26 @@ class DraftRunner:
             return None
         return self.worker if sequence.request.client is None else self.clients
 
-    def _grow(self, sequences: Sequence[TokenSequence], name: str | None, source: DraftSource | None) -> None:
-        """Grow the trees of these sequences once, by a source of their drafter or by all (None), then resume their
-        decoders. The time for planning the next growth is recorded as part of the draft step."""
+    def _grow(
+        self, sequences: Sequence[TokenSequence], name: str | None, source: DraftSource | None, requests: int
+    ) -> None:
+        """Grow the trees of these sequences, of all that run, once, by a source of their drafter or by all (None), then
+        resume their decoders. The time for planning the next growth is recorded as part of the draft step."""
         states: list[Any] = []
         trees: list[TokenTree] = []
         began, before, drafter = self._clock(), self.num_captures, self._of(sequences[0])
         lends = drafter is not None and drafter.capabilities.needs.session
         source_name = "" if drafter is None else drafter.name if source is None else source.name
+        chunks = requests * CHUNK if requests > 1 else UNLIMITED  # to read, where the text depends on when
+        max_read = self._max_read(drafter, requests) if requests > 1 else UNLIMITED
         for sequence in sequences:
-            state, action = sequence.draft.state, sequence.action
+            state, action, traits = sequence.draft.state, sequence.action, sequence.request.rule.traits
             assert isinstance(action, Draft)
-            if drafter is not None and state is not None and state.pending:
-                self.run_guarded(name, drafter.catch_up, state)
-                drafter = self._of(sequence)
+            if drafter is not None and state is not None:
+                state.source, state.max_read = source, max_read if traits.same_text else chunks
+                if state.pending:
+                    self.run_guarded(name, drafter.catch_up, state)
+                    drafter = self._of(sequence)
             if drafter is None:
                 break
             if lends:
@@ -277,7 +275,7 @@ class DraftRunner:
             tree = action.tree
             tree.current_source, tree.width, tree.vocab_size = source_name, action.width, self._vocab_size
             # The target writes the last token itself, but some rules need q for it.
-            tree.max_depth = sequence.context.tokens_left - (not sequence.request.rule.traits.q_at_leaves)
+            tree.max_depth = sequence.context.tokens_left - (not traits.q_at_leaves)
             states.append(state)
             trees.append(tree)
         if drafter is None:  # it was given up

@@ -231,11 +231,12 @@ class Engine(AbstractContextManager["Engine"]):
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
         running = self._scheduler.running
+        share = max(1, min(self.options.nodes, self._max_rows // max(len(running), 1)))
         for sequence in running:
-            context, max_nodes = sequence.context, min(self.options.nodes, sequence.request.nodes or self.options.nodes)
-            context.rows, context.tokens_left = sequence.last_rows, sequence.tokens_left
+            context, left = sequence.context, sequence.tokens_left
+            context.rows, context.tokens_left = sequence.last_rows, left
             # The last token needs no draft.
-            context.budget = max(1, min(max_nodes, self._max_rows // len(running))) if context.tokens_left > 1 else 1
+            context.budget = min(sequence.request.nodes or share, share) if left > 1 else 1
         BatchRows.of([sequence.context for sequence in running])
         for sequence in running:
             sequence.resume()
@@ -316,33 +317,32 @@ class Engine(AbstractContextManager["Engine"]):
         sequences = [sequence for sequence, _ in batch.trees]
         for sequence, verified in zip(sequences, output.verified, strict=True):
             sequence.kv.keep = ()
-            run_guarded(sequence, self._send_picks, sequence, verified)
+            if isinstance(failed := verified.picks[0], FailedRow):
+                sequence.kv.is_broken = True
+                sequence.fail(failed.error)
+            else:
+                sequence.advance(verified.picks)
         self.drafting.run_drafters(sequences)
         if any(verified.logits is not None for verified in output.verified):
             record_logprobs(sequences, output.verified)
+        times = output.seconds, start, self._clock()
         for sequence, verified in zip(sequences, output.verified, strict=True):
             if isinstance(sequence.action, Commit):
-                run_guarded(sequence, self._commit_one, sequence, verified, output, start)
+                run_guarded(sequence, self._commit_one, sequence, sequence.action, verified, times)
             elif not isinstance(sequence.action, Verify | None):  # Verify: it wants another pass
                 sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.action).__name__}"))
 
-    @staticmethod
-    def _send_picks(sequence: TokenSequence, verified: VerifyOutput) -> None:
-        if isinstance(verified.picks[0], FailedRow):
-            raise verified.picks[0].error
-        sequence.advance(verified.picks)
-
-    def _commit_one(self, sequence: TokenSequence, verified: VerifyOutput, output: BatchOutput, start: float) -> None:
-        """Commit a sequence's verdict on a pass, and let its drafter follow."""
-        ask, rows = sequence.action, len(verified.picks)
-        assert isinstance(ask, Commit)
-        tree, verdict = ask.tree, ask.verdict
+    def _commit_one(
+        self, sequence: TokenSequence, commit: Commit, verified: VerifyOutput, times: tuple[float, float, float]
+    ) -> None:
+        """Commit a sequence's verdict on a pass, and let its drafter follow; `times` as of `record_round`."""
+        (tree, verdict, *_), rows = commit, len(verified.picks)
         path = verdict.path
         tokens = sequence.commit(tree, verdict, len(path) - 1)
         sequence.kv.keep = (
             path if path[-1] < rows else [node for node in path if node < rows]
         )  # a late node has no keys
-        sequence.record_round(ask, rows, len(tokens), output.seconds, start, self._clock())
+        sequence.record_round(commit, rows, len(tokens), *times)
         if sequence.finish_reason is None:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 

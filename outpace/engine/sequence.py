@@ -212,7 +212,7 @@ class TokenSequence:
     def resume(self) -> None:
         """Start the next round of the coroutine if the last round is over. Called after the costs of that round and the
         number of running requests are known."""
-        if self.action is None and self.state is State.DRAFTING:
+        if self.action is None and self.finish_reason is None and self.kv.is_open and self.unread <= 0:
             root, self.root = self.root, None
             self.advance(root)
 
@@ -260,7 +260,8 @@ class TokenSequence:
         if end is not None:
             tokens = tokens[:end]
         self.committed += tokens
-        del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
+        if self.history.logprobs:
+            del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
         if end is not None or stop is not None or is_complete:
             self.finish_reason = "stop"
         elif len(tokens) == left:
