@@ -119,8 +119,10 @@ class Planner:
     def _batch_plan(self, model: ModelSource) -> BatchPlan:
         """Return the plan for all requests together, without the limit on rows that were never timed: the way to a
         depth that pays may lead through depths that do not."""
-        max_levels = min(self._options.deepest, self._context.budget - 1)
-        return self._context.batch.plan(model.source, model.acceptance, max_levels, self._costs)
+        if model.plan is None:
+            max_levels = min(self._options.deepest, self._context.budget - 1)
+            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels, self._costs)
+        return model.plan
 
     def _width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None) -> int:
         """Return the width of another level, or 0 if none pays; `leaves` as of `next_width`."""

@@ -161,6 +161,7 @@ class ModelSource:
         self.first = 0  # levels that a worker had drafted before the round
         self.drafts_during_passes = False  # a worker, of whose levels something is learnt without waiting for them
         self.max_levels = 0  # of this round's tree
+        self.plan: BatchPlan | None = None  # this round's for all requests together
         self.is_trial = False  # whether the last of them is a trial, which is not expected to pay
         self.trial_seconds = 0.0  # its expected time
         self.trial_price = 0.0  # tokens that it must add to pay for its time, reading excluded
@@ -176,7 +177,7 @@ class ModelSource:
         return self._own if self._context.requests == 1 else self._common
 
     def begin_round(self) -> None:
-        self.levels, self.first, self.is_trial = 0, 0, False
+        self.levels, self.first, self.is_trial, self.plan = 0, 0, False, None
 
     def record_acceptance(self, level: int, accepted: float) -> None:
         """Learn whether a token of this level was accepted after one of the level above."""
@@ -253,7 +254,8 @@ class AcceptanceModel:
 
     def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Add a verified tree and the path that the target accepted."""
-        self._verified.add(((tree, path),))
+        if self._means:
+            self._verified.add(((tree, path),))
 
     def flush(self) -> None:
         """Learn from all verified trees that were added."""
@@ -262,8 +264,7 @@ class AcceptanceModel:
     def _learn_round(self, verified: tuple[TokenTree, Sequence[int]]) -> None:
         """Compare the accepted children of accepted nodes with the sum of the children's predicted chances."""
         tree, path = verified
-        predicted: dict[str, float] = {}
-        accepted: dict[str, int] = {}
+        predicted, accepted = dict[str, float](), dict[str, int]()
         sources, scores = [*tree.sources], [*tree.scores]
         for node, following in zip(path, [*path[1:], None], strict=True):
             for child in tree.children(node):
