@@ -35,6 +35,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
     "use_sliding_window": {"sliding_window": 9, "max_window_layers": 1, "layer_types": None},
     "no_rope_layer_interval": {"no_rope_layers": None},
+    "conv_L_cache": {"layer_types": ["conv", "full_attention"] * 2},
+    "full_attn_idxs": {"layer_types": None},
     "original_max_position_embeddings": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
 }
 OTHERS: dict[str, Any] = {
@@ -50,6 +52,7 @@ OTHERS: dict[str, Any] = {
     "attn_logit_softcapping": 30.0,
     "final_logit_softcapping": 30.0,
     "head_dim": 32,
+    "full_attn_idxs": [1],
 }
 UNNAMED = {  # fields of no family's config class
     "is_causal": False,
@@ -62,6 +65,9 @@ def written(family: str) -> dict[str, Any]:
     """The config.json that transformers writes for a small model of this family."""
     named = "qwen2" if family == "mimo" else family  # MiMo's class comes with its checkpoints
     fields = transformers.AutoConfig.for_model(named, **SIZES).to_dict()
+    if family == "lfm2":
+        del fields["rms_norm_eps"]  # its own field is norm_eps
+        fields["block_multiple_of"] = 56  # so that every field that counts changes the width
     return fields | {"architectures": [FAMILIES[family].architecture], "model_type": family}
 
 

@@ -76,7 +76,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self.config = text_config(self.config, path / "config.json")
         self._check_quantisation()
         files = _open_files(path)
-        names = language_model_names(files, has_more)
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        stored_names = language_model_names(files, has_more)
+        names = {family.own_name(name) if family else name: stored for name, stored in stored_names.items()}
         self._places: dict[str, tuple[SafetensorsFile | TargetTensors, str]]
         self._places = {name: (files[stored], stored) for name, stored in names.items()}
         self.target = target if lacks_embedding(self.config) else None
@@ -84,6 +86,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._add_target_tensors(self.target)
         ours = self.config.get("outpace")
         self.notices: list[str] = [*ours.get(NOTICES, ())] if isinstance(ours, Mapping) else []
+        left = {name for name in {*files} - {*names.values()} if not UNUSED.search(name)}
+        if others := sorted({name.removeprefix("model.").partition(".")[0] for name in left}):
+            self.notices.append(f"tensors of other models in the files were ignored: {', '.join(others)}")
         if self._is_tied and self._has_other_output():  # which transformers uses too
             self.config[TIED] = False
             self.notices.append(f"{TIED} is true, and {OUTPUT_NAME} is not the embedding: it is used")

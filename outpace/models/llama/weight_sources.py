@@ -62,21 +62,36 @@ class StoredMatrix:
 def split_fused(config: LlamaConfig, fetch: TensorGetter) -> TensorGetter:
     """Return a source with Llama's weight names for a checkpoint that fuses matrices, as those of Phi-3 do.
 
-    The parts are rows of the fused matrix; those of queries and keys are reordered for the rotation.
+    The parts are rows of the fused matrix; those of queries and keys are reordered for the rotation. The rows of
+    `self_attn.output_gate` come from the matrix of the queries.
     """
-    if not config.fused:
-        return fetch
     query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     middle = config.intermediate_size
     order = phi.head_order(config.head_dim, config.rotary_dim)
     queries = (np.arange(0, query_width, config.head_dim)[:, None] + order).reshape(-1)
-    parts: dict[str, tuple[str, np.ndarray]] = {
-        "self_attn.q_proj": (phi.QKV, queries),
-        "self_attn.k_proj": (phi.QKV, queries[:kv_width] + query_width),
-        "self_attn.v_proj": (phi.QKV, np.arange(kv_width) + query_width + kv_width),
-        "mlp.gate_proj": (phi.GATE_UP, np.arange(middle)),
-        "mlp.up_proj": (phi.GATE_UP, np.arange(middle) + middle),
-    }
+    parts: dict[str, tuple[str, np.ndarray]] = {}
+    if config.fused:
+        parts = {
+            "self_attn.q_proj": (phi.QKV, queries),
+            "self_attn.k_proj": (phi.QKV, queries[:kv_width] + query_width),
+            "self_attn.v_proj": (phi.QKV, np.arange(kv_width) + query_width + kv_width),
+            "mlp.gate_proj": (phi.GATE_UP, np.arange(middle)),
+            "mlp.up_proj": (phi.GATE_UP, np.arange(middle) + middle),
+        }
+    elif config.output_gate:  # the rows of a head are its query, then its gate
+        heads = np.arange(0, 2 * query_width, 2 * config.head_dim)[:, None]
+        parts = {
+            "self_attn.q_proj": ("self_attn.q_proj", (heads + order).reshape(-1)),
+            "self_attn.output_gate": (
+                "self_attn.q_proj",
+                (heads + config.head_dim + np.arange(config.head_dim)).reshape(-1),
+            ),
+            "self_attn.k_proj": ("self_attn.k_proj", queries[:kv_width]),
+            "self_attn.q_norm": ("self_attn.q_norm", order),
+            "self_attn.k_norm": ("self_attn.k_norm", order),
+        }
+    if not parts:
+        return fetch
 
     last = local()  # .fused: the matrix that this thread read last, by name, for its other parts
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config.fields import FULL, SLIDING, flag, size, unsupported_field
+from outpace.models.llama.config import gemma, lfm2, phi, qwen35
+from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
+from outpace.models.llama.config.recurrence import Recurrence
 
 Fields = Mapping[str, Any]
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # activations of the MLP's gate
@@ -40,6 +41,7 @@ class Family:
     layer_types may say otherwise. `always_slides`: use_sliding_window is ignored. `skips_rotation`: no_rope_layers are
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
+    `recurrence` reads the sizes of recurrent layers, and which layers these are. `own_name`: Llama's name of a tensor.
     """
 
     architecture: str
@@ -58,6 +60,8 @@ class Family:
     local_rotation: bool = False
     prepare: Callable[[Fields], Fields] = dict
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
+    recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
+    own_name: Callable[[str], str] = str
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -118,6 +122,30 @@ FAMILIES = {
         always_slides=True,
         prepare=phi.with_rotated_share,
     ),
+    qwen35.MODEL_TYPE: Family(
+        qwen35.ARCHITECTURE,
+        qwen35.DEFAULTS,
+        **NO_BIASES,
+        head_norm=True,
+        prepare=qwen35.with_flat_rope,
+        constants=qwen35.read_constants,
+        recurrence=qwen35.read_recurrence,
+    ),
+    lfm2.MODEL_TYPE: Family(
+        lfm2.ARCHITECTURE,
+        lfm2.DEFAULTS,
+        **NO_BIASES,
+        head_norm=True,
+        theta=lfm2.THETA,
+        prepare=lfm2.with_usual_fields,
+        recurrence=lfm2.read_recurrence,
+        own_name=lfm2.own_name,
+    ),
+}
+REFUSED = {  # architectures that are known, and why they are not run
+    "qwen4_exp": "it has hyper-connections, embeddings of n-grams and sparse attention",
+    "lfm3": "its layers have windows, gates and norms that LFM2 does not have",
+    "gemma3n": "its layers have several residual streams and sparse MLPs",
 }
 
 
@@ -130,6 +158,7 @@ def model_type_of(config: Fields) -> str:
     model_type = config.get("model_type") or by_architecture.get(named[0] if named else "")
     if model_type is None and named:
         raise unsupported_field(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
+    check_known(model_type)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unsupported_field(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
     expected = FAMILIES[model_type].architecture
@@ -137,6 +166,13 @@ def model_type_of(config: Fields) -> str:
     if named and expected not in named and without_output not in named:
         raise unsupported_field(f"architectures {named!r:.200} with model_type {model_type!r:.80} (only {expected})")
     return model_type
+
+
+def check_known(name: object) -> None:
+    """Raise UserError, with the reason, for an architecture that is known and not run."""
+    for refused, reason in REFUSED.items():
+        if str(name).removesuffix("_text").replace("_", "") == refused.replace("_", ""):
+            raise unsupported_field(f"the architecture {name}: {reason}. It")
 
 
 def ties_embeddings(config: Fields) -> bool:
@@ -168,7 +204,7 @@ def read_local_layers(model_type: str, fields: Fields, num_layers: int) -> tuple
     family = FAMILIES[model_type]
     if not family.local_rotation:
         return ()
-    types = _layer_types(fields, num_layers)
+    types = read_layer_types(fields, num_layers, SLIDING)
     slides = family.slides(fields, [True] * num_layers) if types is None else [kind == SLIDING for kind in types]
     return tuple(slides) if any(slides) else ()
 
@@ -178,8 +214,10 @@ def read_windows(
 ) -> tuple[int | None, ...]:
     """Return each layer's window, None for full attention; () if all layers have full attention."""
     family = FAMILIES[model_type]
+    if family.recurrence:
+        return ()
     window = _window(model_type, fields, max_positions)
-    types = _layer_types(fields, num_layers)
+    types = read_layer_types(fields, num_layers, SLIDING)
     slides = family.slides(fields, rotary_layers or [True] * num_layers)
     if types is not None:
         named = [kind == SLIDING for kind in types]
@@ -200,14 +238,3 @@ def _window(model_type: str, fields: Fields, max_positions: int) -> int | None:
     if family.slides is no_layer and is_used and window < max_positions:
         raise unsupported_field(f"sliding_window {window} of the model_type {model_type!r}")
     return window if is_used or family.always_slides else None
-
-
-def _layer_types(fields: Fields, num_layers: int) -> list[str] | None:
-    types = fields.get("layer_types")
-    if types is None:
-        return None
-    if not isinstance(types, list) or any(kind not in (FULL, SLIDING) for kind in types):
-        raise unsupported_field(f"layer_types {types!r:.200} (only {FULL} and {SLIDING})")
-    if len(types) != num_layers:
-        raise UserError(f"layer_types has {len(types)} entries, it must have one for each of {num_layers} layers")
-    return types

@@ -114,3 +114,15 @@ def flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise UserError(f"{name} is {value!r:.80}, it must be true or false")
     return value
+
+
+def read_layer_types(fields: Mapping[str, Any], num_layers: int, other: str) -> list[str] | None:
+    """Return the type of each layer, FULL or `other`; None if the config does not list them."""
+    types = fields.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or any(kind not in (FULL, other) for kind in types):
+        raise unsupported_field(f"layer_types {types!r:.200} (only {FULL} and {other})")
+    if len(types) != num_layers:
+        raise UserError(f"layer_types has {len(types)} entries, it must have one for each of {num_layers} layers")
+    return types

@@ -22,6 +22,7 @@ from outpace.models.llama.config.families import (
     read_windows,
 )
 from outpace.models.llama.config.fields import ReadFields, flag, number, size, unsupported_field
+from outpace.models.llama.config.recurrence import Recurrence
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
 ENTRY_BYTES = {"float32": 4, "float16": 2, "int8": 1}  # of keys and values
@@ -86,6 +87,9 @@ class LlamaConfig:
     fused: bool = False  # whether a checkpoint fuses queries, keys and values, and gates and ups
     takes_features: bool = False  # EAGLE-3: attention reads a token's embedding and a feature, which is the residual
     norms_features: bool = True  # whether the feature has a norm in the layer
+    output_gate: bool = False  # whether heads are multiplied by the sigmoid of a gate, projected with the queries
+    recurrence: Recurrence | None = None  # sizes of the recurrent layers
+    recurrent_layers: tuple[bool, ...] = ()  # (): none
 
     @property
     def attention_scale(self) -> float:
@@ -106,7 +110,18 @@ class LlamaConfig:
     @property
     def kv_entries(self) -> int:
         """Number of entries of a token's keys and values, all layers together."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return sum(self.recurrent_layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - self.num_recurrent_layers
+
+    def is_recurrent(self, layer: int) -> bool:
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     def token_bytes(self, kv_dtype: str) -> int:
         """Return the bytes of keys and values per token, all layers together."""
@@ -138,6 +153,7 @@ class LlamaConfig:
             windows=tuple(self.window(layer) for layer in layers) if self.windows else (),
             rotary_layers=tuple(self.rotates(layer) for layer in layers) if self.rotary_layers else (),
             local_layers=tuple(self.local_layers[layer] for layer in layers) if self.local_layers else (),
+            recurrent_layers=tuple(map(self.is_recurrent, layers)) if self.recurrent_layers else (),
         )
 
 
@@ -152,6 +168,9 @@ def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> Llama
     num_layers, max_positions = size(fields, "num_hidden_layers"), _max_positions(fields, scaling)
     rotary_layers = read_rotary_layers(model_type, fields, num_layers)
     heads, ours = _heads(fields), fields.get("outpace")
+    recurrence, recurrent_layers = family.recurrence(fields, num_layers) if family.recurrence else (None, ())
+    if not any(recurrent_layers):
+        recurrence, recurrent_layers = None, ()
     return LlamaConfig(
         vocab_size=size(fields, "vocab_size"),
         intermediate_size=size(fields, "intermediate_size"),
@@ -173,6 +192,8 @@ def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> Llama
         rotary_dim=_rotary_dim(fields.get(phi.SHARE, 1.0), heads["head_dim"], scaling),
         fused=family.fused,
         local_layers=read_local_layers(model_type, fields, num_layers),
+        recurrence=recurrence,
+        recurrent_layers=recurrent_layers,
         **family.constants(fields),
     )
 
@@ -190,7 +211,7 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor in a checkpoint (Hugging Face names, [out, in])."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
@@ -198,30 +219,53 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: LlamaConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, middle = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    gates = {"gate_proj": middle, "up_proj": middle}
-    if config.fused:
-        qkv, gates = {"qkv_proj": queries + 2 * keys}, {"gate_up_proj": 2 * middle}
+    gates = {"gate_up_proj": 2 * middle} if config.fused else {"gate_proj": middle, "up_proj": middle}
     norms = ["input_layernorm", config.mlp_norm]
     if config.sandwich_norms:
         norms += [gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
-    parts = (
-        ("self_attn", qkv, hidden, config.attention_bias),
-        ("self_attn", {"o_proj": hidden}, queries, config.output_bias),
-        ("mlp", gates, hidden, config.mlp_bias),
-        ("mlp", {"down_proj": hidden}, middle, config.mlp_bias),
-    )
-    for part, matrices, inputs, has_bias in parts:
-        for name, outputs in matrices.items():
-            shapes[f"{part}.{name}.weight"] = (outputs, inputs)
-            if has_bias:
-                shapes[f"{part}.{name}.bias"] = (outputs,)
+    shapes |= _recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
+    shapes |= _matrix_shapes("mlp", gates, hidden, config.mlp_bias)
+    return shapes | _matrix_shapes("mlp", {"down_proj": hidden}, middle, config.mlp_bias)
+
+
+def _attention_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    gated = 2 * queries if config.output_gate else queries
+    qkv = {"qkv_proj": queries + 2 * keys} if config.fused else {"q_proj": gated, "k_proj": keys, "v_proj": keys}
+    shapes = _matrix_shapes("self_attn", qkv, config.hidden_size, config.attention_bias)
+    shapes |= _matrix_shapes("self_attn", {"o_proj": config.hidden_size}, queries, config.output_bias)
     if config.head_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _recurrent_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    sizes, hidden = config.recurrence, config.hidden_size
+    assert sizes is not None
+    if not sizes.is_delta_net:
+        shapes = _matrix_shapes("conv", {"in_proj": 3 * hidden, "out_proj": hidden}, hidden, False)
+        return shapes | {"conv.conv.weight": (sizes.channels, 1, sizes.filter_length)}
+    outputs = {"qkv": sizes.channels, "z": sizes.value_width, "b": sizes.value_heads, "a": sizes.value_heads}
+    shapes = _matrix_shapes("linear_attn", {f"in_proj_{name}": size for name, size in outputs.items()}, hidden, False)
+    return shapes | {
+        "linear_attn.conv1d.weight": (sizes.channels, 1, sizes.filter_length),
+        "linear_attn.A_log": (sizes.value_heads,),
+        "linear_attn.dt_bias": (sizes.value_heads,),
+        "linear_attn.norm.weight": (sizes.value_depth,),
+        "linear_attn.out_proj.weight": (hidden, sizes.value_width),
+    }
+
+
+def _matrix_shapes(part: str, matrices: Mapping[str, int], inputs: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of matrices with these outputs, and of their biases."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, outputs in matrices.items():
+        shapes[f"{part}.{name}.weight"] = (outputs, inputs)
+        if has_bias:
+            shapes[f"{part}.{name}.bias"] = (outputs,)
     return shapes
 
 

@@ -21,20 +21,26 @@ TRAINED, LENGTH = 4096, "original_max_position_embeddings"  # context length of 
 
 
 def with_rotated_share(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields as `with_share` does, with the context length of the first training added if it is missing."""
+    ropes = [fields.get(name) for name in ("rope_scaling", "rope_parameters")]
+    says = any(found.get(LENGTH) is not None for found in (fields, *ropes) if isinstance(found, Mapping))
+    left = with_share(fields)
+    return left if says else left | {LENGTH: TRAINED}
+
+
+def with_share(fields: Mapping[str, Any], default: float = 1.0) -> dict[str, Any]:
     """Return the fields with the rotated fraction of a head, between 0 and 1, as one field of its own.
 
-    The context length of the first training is added if it is missing. Both fields may also be inside the rotary
-    object.
+    It may also be inside the rotary object.
     """
     found, left = fields.get(PART), {name: value for name, value in fields.items() if name != PART}
-    says = fields.get(LENGTH) is not None
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
         if isinstance(rope, Mapping):
-            found, says = rope.get(PART) if found is None else found, says or rope.get(LENGTH) is not None
+            found = rope.get(PART) if found is None else found
             left[name] = {key: value for key, value in rope.items() if key != PART}
-    left[SHARE] = number({PART: found}, PART, 1.0, 1.0)
-    return left if says else left | {LENGTH: TRAINED}
+    left[SHARE] = number({PART: found}, PART, default, 1.0)
+    return left
 
 
 def rotary_dim(part: float, head_dim: int) -> int:

@@ -47,6 +47,8 @@ def read_formats(kernels: Any) -> tuple[str, ...]:
 
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
     """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
+    if config.recurrence:
+        raise UnsupportedShape(f"its layers include a {config.recurrence.kind}, which native kernels do not have")
     if config.head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
         raise UnsupportedShape(
             f"head_dim is {config.head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}"
