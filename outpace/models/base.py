@@ -43,6 +43,7 @@ class Session:
 
     block = 64  # slots are allocated in whole blocks
     growth = 1.25  # growing copies what is stored, so it grows at least by this factor
+    is_recurrent = False  # whether it has states after its committed tokens, which cannot be cut
 
     def __init__(self, capacity: int, max_pending: int) -> None:
         self.capacity = capacity  # maximum number of committed tokens
@@ -50,6 +51,7 @@ class Session:
         self.slots = 0
         self.length = 0
         self._nodes = PendingNodes()
+        self._snapshots: dict[int, Any] = {}  # states of recurrent layers, by the number of tokens that they follow
 
     @property
     def pending(self) -> int:
@@ -119,20 +121,55 @@ class Session:
         self.length += len(path)
         self._nodes.keep(live)
 
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
+
+    def take_snapshot(self) -> None:
+        """Remember the states after the committed tokens, so that the session can be cut there."""
+        if self.is_recurrent and self.length:
+            self._snapshots[self.length] = self._save_state()
+
+    def cut_below(self, length: int) -> int:
+        """Return how many of the first `length` committed tokens the session can be cut to, or another start from."""
+        if not self.is_recurrent or length == self.length:
+            return length
+        return max((cut for cut in self._snapshots if cut <= length), default=0)
+
     def truncate(self, length: int) -> None:
-        """Drop pending nodes, and all committed tokens from position `length` on."""
-        if not 0 <= length <= self.length:
+        """Drop pending nodes, and all committed tokens from position `length` on; see `cut_below`."""
+        if not 0 <= length <= self.length or length != self.cut_below(length):
             raise ValueError(f"cannot truncate {self.length} tokens to {length}")
+        if self.is_recurrent:
+            self._load_state(self._state_after(length))
+            self._snapshots = {cut: saved for cut, saved in self._snapshots.items() if cut <= length}
         self.length = length
         self._nodes.keep([])
 
     def start_from(self, other: Session, length: int) -> None:
-        """Copy the first `length` committed tokens of `other`, a session of the same model, into this empty session."""
+        """Copy the first `length` committed tokens of `other`, a session of the same model, into this empty session;
+        see `cut_below`."""
         if self.length or self.pending or not 0 <= length <= min(other.length, self.capacity):
             raise ValueError(f"cannot start with {length} of {other.length} tokens: {self.length} are here already")
+        if length != other.cut_below(length):
+            raise ValueError(f"cannot start with {length} tokens, of which the other session has no state")
         self.reserve(length)
         self._copy(other, length)
+        if self.is_recurrent:
+            self._load_state(other._state_after(length))
         self.length = length
+
+    def _state_after(self, length: int) -> Any:
+        """Return the states after `length` committed tokens; None at the beginning."""
+        return self._save_state() if length == self.length else self._snapshots.get(length)
+
+    def _save_state(self) -> Any:
+        """Return the states after the committed tokens, which nothing changes afterwards."""
+        raise NotImplementedError
+
+    def _load_state(self, saved: Any) -> None:
+        """Continue from saved states, or from the beginning of a text with None; nothing is pending then."""
+        raise NotImplementedError
 
     def _whole_blocks(self, slots: int) -> int:
         return min(-(-slots // self.block) * self.block, self.capacity + self.max_pending)

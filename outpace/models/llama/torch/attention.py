@@ -165,6 +165,7 @@ class SessionRows:
         session, before = part.session, part.session.pending
         visible = session.extend(part.parents)  # [nodes, pending]
         self.session, self.mlp_bias, self.inputs = session, part.mlp_bias, part.inputs
+        self.before, self.visible = before, visible
         self.rows = slice(first_row, first_row + len(part.tokens))
         self.used = session.length + session.pending
         self.slots = slice(session.length + before, self.used)

@@ -9,6 +9,7 @@ Layers with a sliding window read only the last tokens, but a session stores all
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
@@ -37,6 +38,7 @@ from outpace.models.llama.torch.linear import (
     find_row_counts,
     pad_rows,
 )
+from outpace.models.llama.torch.recurrent import RecurrentPass, gate, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
@@ -76,6 +78,11 @@ class Llama(Model):
         self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
         self._activation = partial(F.gelu, approximate="tanh") if config.activation == GELU else F.silu
         self._windows = set(map(config.window, range(config.num_layers)))
+        self._recurrent_numbers = list(
+            itertools.accumulate(map(config.is_recurrent, range(config.num_layers)), initial=0)
+        )
+        if config.num_recurrent_layers:
+            self.capabilities = self.capabilities - {Capability.LENGTH, Capability.MLP_BIAS}
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
@@ -160,11 +167,14 @@ class Llama(Model):
             if rows.inputs is not None:
                 x[rows.rows] = rows.inputs.to(x)
         shown = to_device(hidden_row_numbers(forest), np.int64, self.device) if layers else None
-        hidden = {}
+        hidden, config = {}, self.config
+        walk = RecurrentPass(config.recurrence, sessions, self.device) if config.recurrence else None
         for number in range(len(self._layers) + 1):
             if shown is not None and number in layers:
                 hidden[number] = x[shown]
-            if number < len(self._layers):
+            if number < len(self._layers) and walk is not None and config.is_recurrent(number):
+                x = self._recurrent_layer(number, x, walk, sessions)
+            elif number < len(self._layers):
                 x = self._layer(number, x, factors, sessions)
         logits = self._logits(x[to_device(row_numbers(forest), np.int64, self.device)])
         return TargetOutput(logits, torch.stack([hidden[layer] for layer in layers]) if layers else None)
@@ -177,11 +187,29 @@ class Llama(Model):
     def _layer(self, number: int, x: Tensor, factors: RopeFactors, sessions: Sequence[SessionRows]) -> Tensor:
         """Apply one layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
         if number not in self._skipped[0]:
-            qkv = self._qkv(number, x, factors)
+            product = self._qkv_product(number, x)
+            qkv = self._heads(number, product, factors)
             attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
             for rows in sessions:
                 self._attend(number, rows, qkv[rows.rows], attended[rows.rows])
+            if self.config.output_gate:
+                attended = gate(attended, product[:, -attended.shape[1] :])
             x = self._add_attention(number, attended, x)
+        return x if number in self._skipped[1] else self._mlp(number, x, sessions)
+
+    def _recurrent_layer(self, number: int, x: Tensor, walk: RecurrentPass, sessions: Sequence[SessionRows]) -> Tensor:
+        """Apply a layer with a recurrent state, and its MLP: [rows, hidden] to [rows, hidden]"""
+        if number not in self._skipped[0]:
+            count, place, weights = walk.num_rows, self._recurrent_numbers[number], self._layers[number].recurrent
+            assert weights is not None
+            inputs = self._qkv_product(number, x)[:count].float()
+            if walk.sizes.is_delta_net:
+                width = walk.sizes.value_width
+                out = norm_heads(walk.delta_net(place, inputs[:, :-width], weights), weights, self.config.rms_norm_eps)
+                out = out.flatten(1) * silu(inputs[:, -width:])
+            else:
+                out = walk.convolution(place, inputs, weights)
+            x = self._add_attention(number, F.pad(out, (0, 0, 0, len(x) - count)).to(x.dtype), x)
         return x if number in self._skipped[1] else self._mlp(number, x, sessions)
 
     def _add_attention(self, number: int, attended: Tensor, x: Tensor) -> Tensor:
@@ -194,8 +222,12 @@ class Llama(Model):
 
     def _qkv(self, number: int, x: Tensor, factors: RopeFactors) -> Tensor:
         """Compute a layer's queries, keys and values, normed and rotated: [rows, heads + 2 kv_heads, head_dim]"""
-        layer = self._layers[number]
-        qkv = self._qkv_product(number, x)
+        return self._heads(number, self._qkv_product(number, x), factors)
+
+    def _heads(self, number: int, product: Tensor, factors: RopeFactors) -> Tensor:
+        """Norm and rotate the heads of a layer's input product, which may have gates after them."""
+        layer, config = self._layers[number], self.config
+        qkv = product[:, : (config.num_heads + 2 * config.num_kv_heads) * config.head_dim]
         qkv = qkv if layer.head_norm is None else self._norm_heads(qkv, layer.head_norm)
         return self._attention[number].prepare(qkv, factors[self.config.rotation(number)])
 
@@ -289,14 +321,21 @@ class Llama(Model):
         return (counts, head) if counts and head else ((), ())
 
     def _linears(self) -> list[tuple[Linear, int]]:
-        """Return the first layer's products as a pass calls them, with their input widths."""
-        layer, hidden, config = self._layers[0], self.config.hidden_size, self.config
+        """Return a layer's products as a pass calls them, with their input widths: of the first layer of each kind."""
+        recurrent = [self.config.is_recurrent(number) for number in range(self.config.num_layers)]
+        return [one for kind in {*recurrent} for one in self._linears_of(recurrent.index(kind))]
+
+    def _linears_of(self, number: int) -> list[tuple[Linear, int]]:
+        layer, hidden, config = self._layers[number], self.config.hidden_size, self.config
 
         def with_residual(linear: Linear) -> Linear:
             """Add to a residual: that is another kernel on a CPU."""
             return lambda x, residual=None: linear(x, x.new_ones(len(x), hidden))
 
-        wide = [(layer.output, config.num_heads * config.head_dim), (layer.down, config.intermediate_size)]
+        sizes, mixed = config.recurrence, config.num_heads * config.head_dim
+        if sizes and config.is_recurrent(number):
+            mixed = sizes.value_width or sizes.channels
+        wide = [(layer.output, mixed), (layer.down, config.intermediate_size)]
         if not config.sandwich_norms:
             wide = [(with_residual(linear), inputs) for linear, inputs in wide]
         return [(layer.qkv.linear, hidden), (layer.gate_up.linear, hidden), *wide]

@@ -12,6 +12,7 @@ from torch import Tensor
 from outpace.core.arrays import to_device
 from outpace.models.base import Session
 from outpace.models.llama.config.llama_config import SCALED, LlamaConfig, num_scales
+from outpace.models.llama.torch.recurrent import RecurrentMemory, Snapshot
 from outpace.models.options import AUTO, INT8
 
 MAX_HALF = 65504.0  # the largest finite number in half precision
@@ -58,19 +59,56 @@ class KVFormat:
 class LlamaSession(Session):
     """Stores keys and values in one tensor per layer: [keys and values, kv_heads, slots, encoded width].
 
-    Attention needs contiguous tensors, so growing copies one layer after the other: only one layer exists twice.
+    Attention needs contiguous tensors, so growing copies one layer after the other: only one layer exists twice. The
+    tensors of recurrent layers are empty; `memory` holds their states.
     """
+
+    memory: RecurrentMemory
 
     def __init__(
         self, capacity: int, max_pending: int, config: LlamaConfig, kv_format: KVFormat, device: torch.device
     ) -> None:
         super().__init__(capacity, max_pending)
-        shape = (2, config.num_kv_heads, 0, kv_format.width)
-        self.kv = [torch.empty(shape, dtype=kv_format.dtype, device=device) for _ in range(config.num_layers)]
+        self.kv = [
+            torch.empty(
+                2,
+                config.num_kv_heads,
+                0,
+                0 if config.is_recurrent(layer) else kv_format.width,
+                dtype=kv_format.dtype,
+                device=device,
+            )
+            for layer in range(config.num_layers)
+        ]
+        if config.recurrence and config.num_recurrent_layers:
+            self.is_recurrent = True
+            self.memory = RecurrentMemory(config.recurrence, config.num_recurrent_layers, device)
 
     def read(self, length: int) -> Tensor:
-        """Return the first `length` slots: [layers, keys then values of the kv_heads, length, width]"""
-        return torch.stack([layer[:, :, :length].flatten(0, 1) for layer in self.kv])
+        """Return the first `length` slots: [attention layers, keys then values of the kv_heads, length, width]"""
+        return torch.stack([layer[:, :, :length].flatten(0, 1) for layer in self.kv if layer.shape[-1]])
+
+    def extend_bytes(self, parents: Sequence[int]) -> bytes:
+        mask = super().extend_bytes(parents)
+        if self.is_recurrent:
+            self.memory.add(len(parents))
+        return mask
+
+    def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        super().keep(path, live)
+        if self.is_recurrent:
+            self.memory.keep(path, live)
+
+    def trim(self) -> None:
+        super().trim()
+        if self.is_recurrent:
+            self.memory.trim()
+
+    def _save_state(self) -> Snapshot:
+        return self.memory.save()
+
+    def _load_state(self, saved: Snapshot | None) -> None:
+        self.memory.load(saved)
 
     @torch.inference_mode()
     def _resize(self, slots: int) -> None:

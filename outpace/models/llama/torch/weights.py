@@ -13,6 +13,7 @@ from torch import Tensor
 from outpace.models.llama.config import gemma
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.torch.linear import Linear, pack
+from outpace.models.llama.torch.recurrent import RecurrentWeights
 
 FetchTensor = Callable[[str], Tensor]
 
@@ -30,7 +31,8 @@ class Normed(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. `qkv` computes queries, keys and values side by side, with rotation pairs as neighbours.
+    """One layer's weights. `qkv` computes queries, keys and values side by side, with rotation pairs as neighbours; then
+    the gates of the heads, if they have any. Of a recurrent layer, `qkv` computes all inputs of its state side by side.
 
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), and 1
     for values; None if heads are not normed. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each
@@ -46,6 +48,7 @@ class LayerWeights:
     bounds: Tensor
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWeights:
@@ -53,8 +56,6 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
     config = config if number == 0 else replace(config, takes_features=False)
     prefix = f"model.layers.{number}."
     input_norm, mlp_norm = _input_norm(config, fetch, prefix), _norm(config, fetch, prefix + config.mlp_norm)
-    weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
-    head_norm = _head_norm(config, prefix + "self_attn.", fetch) if config.head_norm else None
     names = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
     gate_up_bias = torch.cat([fetch(f"{name}.bias") for name in names]) if config.mlp_bias else None
 
@@ -64,16 +65,47 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
     def linear(name: str, has_bias: bool) -> Linear:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
 
+    gate_up = _normed(torch.cat([fetch(f"{name}.weight") for name in names]), gate_up_bias, mlp_norm)
+    down = linear("mlp.down_proj", config.mlp_bias)
+    if config.is_recurrent(number):
+        part = "linear_attn." if config.recurrence.is_delta_net else "conv."
+        inputs = [fetch(f"{prefix}{part}in_proj{end}.weight") for end in _RECURRENT_INPUTS[part]]
+        qkv, output = _normed(torch.cat(inputs), None, input_norm), linear(f"{part}out_proj", False)
+        recurrent = _load_recurrent(prefix + part, fetch)
+        return LayerWeights(qkv, output, gate_up, down, None, torch.empty(0, 2), recurrent=recurrent)
+    weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
+    head_norm = _head_norm(config, prefix + "self_attn.", fetch) if config.head_norm else None
+    gates = [fetch(f"{prefix}self_attn.output_gate.weight")] if config.output_gate else []
     return LayerWeights(
-        qkv=_normed(weight, bias, input_norm),
+        qkv=_normed(torch.cat([weight, *gates]), bias, input_norm),
         output=linear("self_attn.o_proj", config.output_bias),
-        gate_up=_normed(torch.cat([fetch(f"{name}.weight") for name in names]), gate_up_bias, mlp_norm),
-        down=linear("mlp.down_proj", config.mlp_bias),
+        gate_up=gate_up,
+        down=down,
         head_norm=head_norm,
         bounds=_bounds(config, number, weight, input_norm, bias, head_norm),
         output_norm=norm_after(gemma.ATTENTION_NORM),
         down_norm=norm_after(gemma.MLP_OUTPUT_NORM),
     )
+
+
+# By the part of a recurrent layer: the ends of the names of its input matrices, in the order of the product's outputs.
+_RECURRENT_INPUTS = {"linear_attn.": ("_qkv", "_b", "_a", "_z"), "conv.": ("",)}
+
+
+def _load_recurrent(prefix: str, fetch: FetchTensor) -> RecurrentWeights:
+    if prefix.endswith("conv."):
+        return RecurrentWeights(_filter(fetch(f"{prefix}conv.weight")))
+    return RecurrentWeights(
+        _filter(fetch(f"{prefix}conv1d.weight")),
+        -fetch(f"{prefix}A_log").double().exp(),
+        fetch(f"{prefix}dt_bias").double(),
+        fetch(f"{prefix}norm.weight").float(),
+    )
+
+
+def _filter(weight: Tensor) -> Tensor:
+    """Lay out a filter [channels, 1, filter_length] as [filter_length, channels], in float32."""
+    return weight.float()[:, 0].t().contiguous()
 
 
 def load_keys_and_values(config: LlamaConfig, number: int, norm: Tensor, fetch: FetchTensor) -> Normed:
