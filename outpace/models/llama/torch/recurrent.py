@@ -26,6 +26,7 @@ from outpace.models.llama.config.recurrence import Recurrence
 if TYPE_CHECKING:
     from outpace.models.llama.torch.attention import SessionRows
 
+KEPT_ROWS = 64  # rows of the stash that stay allocated; prompts are read in larger chunks
 LENGTH_FLOOR = 1e-6  # added to the squares of a query or key
 
 
@@ -33,8 +34,8 @@ LENGTH_FLOOR = 1e-6  # added to the squares of a query or key
 class RecurrentWeights:
     """A recurrent layer's numbers besides its matrices; those after the filter are of a delta net only.
 
-    `filter` float32 [filter_length, channels], the earliest token's first. `rates` and `time_bias` float64 [value heads]:
-    a decay is exp(rate * softplus(input + bias)). `norm` float32 [value_depth], of each head's output.
+    `filter` float32 [filter_length, channels], the earliest token's first. `rates` and `time_bias` float64 [value
+    heads]: a decay is exp(rate * softplus(input + bias)). `norm` float32 [value_depth], of each head's output.
     """
 
     filter: Tensor
@@ -97,14 +98,16 @@ class RecurrentMemory:
         """Take the kept nodes into the state."""
         if not self.folds:
             return
-        sizes, nodes = self.sizes, self.stash[:, self.folds]  # [layers, nodes, stash_size]
-        self.history = torch.cat([self.history, nodes[..., : sizes.channels]], 1)[:, len(self.folds) :]
-        if sizes.is_delta_net:
-            _, decays, keys, deltas = split_stash(nodes, sizes)
-            keys = keys[..., [sizes.key_head(head) for head in range(sizes.value_heads)], :]
-            for node in range(len(self.folds)):
-                self.heads = advanced(self.heads * decays[:, node, :, None, None], keys[:, node], deltas[:, node])
+        sizes = self.sizes
+        last = self.stash[:, self.folds[1 - sizes.filter_length :], : sizes.channels]
+        self.history = torch.cat([self.history, last], 1)[:, last.shape[1] :]
+        key_heads = [sizes.key_head(head) for head in range(sizes.value_heads)]
+        for row in self.folds if sizes.is_delta_net else ():
+            _, decays, keys, deltas = split_stash(self.stash[:, row], sizes)
+            self.heads = advanced(self.heads * decays[..., None, None], keys[:, key_heads], deltas)
         self.folds = []
+        if not self.rows and self.stash.shape[1] > KEPT_ROWS:
+            self.stash = self.stash[:, :KEPT_ROWS].clone()
 
 
 def split_stash(nodes: Tensor, sizes: Recurrence) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -172,10 +175,10 @@ class RecurrentPass:
         parents: dict[Node, Node | None] = {}  # of all nodes that the walk needs
         for (number, node), path in paths.items():
             parents[number, node] = (number, path[-2]) if len(path) > 1 else None
-            for one, parent in zip(path, [None, *path], strict=False):
-                if (number, one) in rows:
+            for depth, ancestor in enumerate(path):
+                if (number, ancestor) in rows:
                     break
-                parents[number, one] = None if parent is None else (number, parent)
+                parents[number, ancestor] = (number, path[depth - 1]) if depth else None
         places, self._old = dict[Node, int](), list[list[int]]()
         starts, start = list[int](), len(rows)  # in the filter's table: rows, then each session's history and old nodes
         for number, memory in enumerate(self._memories):
@@ -233,7 +236,8 @@ class RecurrentPass:
         query, key, value = mixed.split((sizes.key_width, sizes.key_width, sizes.value_width), 1)
         query = _unit(query.unflatten(1, (sizes.key_heads, -1))) * sizes.key_depth**-0.5
         key, value = _unit(key.unflatten(1, (sizes.key_heads, -1))), value.unflatten(1, (sizes.value_heads, -1))
-        assert weights.rates is not None and weights.time_bias is not None
+        assert weights.rates is not None
+        assert weights.time_bias is not None
         decay = (F.softplus(alpha.double() + weights.time_bias) * weights.rates).exp().float()
         out, delta = self._walk(layer, query, key, value, decay, beta.double().sigmoid().float())
         self.put(layer, rows, decay, key, delta)

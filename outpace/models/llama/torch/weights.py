@@ -31,8 +31,8 @@ class Normed(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. `qkv` computes queries, keys and values side by side, with rotation pairs as neighbours; then
-    the gates of the heads, if they have any. Of a recurrent layer, `qkv` computes all inputs of its state side by side.
+    """One layer's weights. `qkv` computes queries, keys and values side by side, with rotation pairs as neighbours, then
+    the gates of the heads if they have any; in a recurrent layer, all inputs of its state side by side.
 
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), and 1
     for values; None if heads are not normed. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each
@@ -67,7 +67,7 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
 
     gate_up = _normed(torch.cat([fetch(f"{name}.weight") for name in names]), gate_up_bias, mlp_norm)
     down = linear("mlp.down_proj", config.mlp_bias)
-    if config.is_recurrent(number):
+    if config.recurrence and config.is_recurrent(number):
         part = "linear_attn." if config.recurrence.is_delta_net else "conv."
         inputs = [fetch(f"{prefix}{part}in_proj{end}.weight") for end in _RECURRENT_INPUTS[part]]
         qkv, output = _normed(torch.cat(inputs), None, input_norm), linear(f"{part}out_proj", False)
