@@ -17,8 +17,8 @@ from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import NOTICES
 from outpace.models.files.gguf.header import GgufHeader
 from outpace.models.files.model_kind import check_causal_lm
-from outpace.models.llama.config import gemma, phi
-from outpace.models.llama.config.families import FAMILIES, GELU
+from outpace.models.llama.config import gemma, lfm2, phi, qwen35
+from outpace.models.llama.config.families import FAMILIES, GELU, check_known
 from outpace.models.llama.config.fields import FULL, SLIDING, number, unknown_fields
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LARGEST_FACTOR, yarn_gain
@@ -110,8 +110,24 @@ GEMMA_PARTS = LAYER_PARTS | {
     "post_attention_norm": gemma.ATTENTION_NORM,
     "post_ffw_norm": gemma.MLP_OUTPUT_NORM,
 }
+RECURRENT_PARTS = LAYER_PARTS | {
+    "post_attention_norm": "post_attention_layernorm",  # of Qwen3.5, before the MLP
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",  # holds -exp(A_log)
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LFM2_OUTER_PARTS = OUTER_PARTS | {"token_embd_norm": "model.norm"}  # an old mistake in the name
 
 # An architecture's metadata are honoured (or compared with what is computed), harmless (without effect on a text), or
 # refused unless they have a neutral value. Any other key must be off (0, false or empty) if llama.cpp knows it for
@@ -127,7 +143,19 @@ HONOURED = frozenset(
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     )
 )
-HONOURED_BY = {"gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"}}
+INTERVAL, RECURRENT, MTP_BLOCKS = qwen35.INTERVAL, "attention.recurrent_layers", "nextn_predict_layers"
+SSM = {  # of a delta net: the names in config.json
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "all value heads' entries together",
+}
+HONOURED_BY = {
+    "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
+    "lfm2": {"shortconv.l_cache"},
+}
 HARMLESS = {
     "vocab_size": "the embedding's number of rows decides",
     "attention.layer_norm_epsilon": "these architectures have no such norms",
@@ -232,6 +260,60 @@ def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen35(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate Qwen3.5, 3.6 and 3.8. The file's value heads are in another order than in Hugging Face's checkpoint."""
+    for name in SSM:
+        if type(own.get(name)) is not int or own[name] < 1:
+            raise UserError(f"{header.path}: qwen35.{name} is {own.get(name)!r:.50}, it must be a whole number above 0")
+    inner, heads, listed = own["ssm.inner_size"], own["ssm.time_step_rank"], own.get(RECURRENT)
+    if inner % heads:
+        raise UserError(f"{header.path}: qwen35.ssm.inner_size is {inner}, it must be a multiple of the {heads} heads")
+    layers, kv_heads = _num_layers(header, own), own.get("attention.head_count_kv")
+    interval = own.get(INTERVAL, 4)
+    if isinstance(kv_heads, list):  # with 0 for recurrent layers
+        listed, kv_heads = [not count for count in kv_heads], max(kv_heads, default=0)
+    if not isinstance(listed, list):
+        listed = [(layer + 1) % interval != 0 for layer in range(layers)] if type(interval) is int and interval else []
+    return {
+        **{"model_type": qwen35.MODEL_TYPE, "num_hidden_layers": layers, "num_key_value_heads": kv_heads},
+        "layer_types": [qwen35.LINEAR if is_recurrent else FULL for is_recurrent in listed[:layers]],
+        "partial_rotary_factor": own.get("rope.dimension_count", own["attention.key_length"])
+        / own["attention.key_length"],
+        **{field: own[name] for name, field in SSM.items() if name != "ssm.inner_size"},
+        "linear_value_head_dim": inner // heads,
+        "outpace": {qwen35.TILED: True},
+    }
+
+
+def _num_layers(header: GgufHeader, own: Mapping[str, Any]) -> int:
+    """Return the number of layers; `block_count` includes those for multi-token prediction, which come last."""
+    count, extra = own["block_count"], own.get(MTP_BLOCKS) or 0
+    if type(extra) is not int or not 0 <= extra < count:
+        raise UserError(
+            f"{header.path}: qwen35.{MTP_BLOCKS} is {extra!r:.50}, it must be less than block_count {count}"
+        )
+    return int(count) - extra
+
+
+def _lfm2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate LFM2: layers without key heads are short convolutions."""
+    counts, layers = own.get("attention.head_count_kv"), own["block_count"]
+    counts = counts if isinstance(counts, list) else [counts] * layers
+    attending = {count for count in counts if count}
+    if len(counts) != layers or len(attending) != 1:
+        said = f"lfm2.attention.head_count_kv is {counts!r:.100}"
+        raise UserError(f"{header.path}: {said}, it must have one number, or 0, for each of {layers} layers")
+    return {
+        "model_type": lfm2.MODEL_TYPE,
+        "num_key_value_heads": attending.pop(),
+        "layer_types": [FULL if count else lfm2.CONV for count in counts],
+        "conv_L_cache": own.get("shortconv.l_cache"),
+        "norm_eps": shortest_decimal(own["attention.layer_norm_rms_epsilon"]),
+        "block_auto_adjust_ff_dim": False,
+        **_no_window(header, own),
+    }
+
+
 ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": lambda header, own: {"model_type": "qwen2", **_no_window(header, own)},
@@ -242,6 +324,8 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "smollm3": _smollm3,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "qwen35": _qwen35,
+    "lfm2": _lfm2,
 }
 INTERLEAVED_ROPE = ("llama", "smollm3")
 
@@ -297,7 +381,7 @@ def read_model(header: GgufHeader) -> GgufModel:
     if others := sorted({name.partition(".")[0] for name in header.tensors} & {*OTHER_MODELS}):
         notices.append(f"tensors of a vision or audio model in the file were ignored: {', '.join(others)}")
     if notices:
-        settings["outpace"] = {NOTICES: notices}
+        settings["outpace"] = {**settings.get("outpace", {}), NOTICES: notices}
     return GgufModel(settings, config, sources, architecture in INTERLEAVED_ROPE)
 
 
@@ -305,6 +389,7 @@ def _unsupported(architecture: Any, path: object) -> UserError:
     """Return the error for an architecture that is not read."""
     from gguf.constants import MODEL_ARCH_NAMES
 
+    check_known(architecture)
     if architecture in HEADS:
         return UserError(f"{path} is a trained head ({architecture}), which drafts for another model: name it as draft")
     is_encoder = any(part in str(architecture) for part in ("bert", "encoder", "embedding"))
@@ -417,11 +502,17 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     change a text and is not part of the model."""
     expected, sources = tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
+    parts, outer = (RECURRENT_PARTS if config.recurrence else parts), OUTER_PARTS
+    if prefix == "lfm2.":
+        outer = LFM2_OUTER_PARTS
+    mtp = {str(layer) for layer in range(config.num_layers, own["block_count"])} if own.get(MTP_BLOCKS) else set()
     layers = f"{prefix}block_count {config.num_layers}"
     for name, entry in header.tensors.items():
-        target, (first, *inner) = _target_name(name, parts), name.split(".")
+        target, (first, *inner) = _target_name(name, parts, outer), name.split(".")
+        if first == "blk" and inner[0] in mtp:
+            continue
         if target in expected:
-            if entry.shape != tuple(expected[target]):
+            if entry.shape != tuple(size for size in expected[target] if size != 1 or len(expected[target]) != 3):
                 shape = f"{list(expected[target])} ({', '.join(f'{key} {own.get(key)!r:.20}' for key in SIZES)})"
                 raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
             sources[target] = name
@@ -437,8 +528,11 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     return sources
 
 
-def _target_name(name: str, layer_parts: Mapping[str, str]) -> str:
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in layer_parts:
-        return f"model.layers.{parts[1]}.{layer_parts[parts[2]]}.{parts[3]}"
-    return f"{OUTER_PARTS.get(parts[0], '')}.{'.'.join(parts[1:])}"
+def _target_name(name: str, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> str:
+    first, *inner = name.split(".")
+    if first != "blk" or len(inner) < 2:
+        return f"{outer.get(first, '')}.{'.'.join(inner)}"
+    number, *rest = inner
+    whole, (stem, _, end) = ".".join(rest), ".".join(rest).rpartition(".")
+    part = layer_parts.get(whole) or (f"{layer_parts[stem]}.{end}" if stem in layer_parts else "")
+    return f"model.layers.{number}.{part}"

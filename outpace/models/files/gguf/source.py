@@ -29,6 +29,7 @@ from outpace.models.options import Progress, silent
 FORMAT_VERSION = 4  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+FILTERS = ("conv1d.weight", "conv.conv.weight")  # ends of names; Hugging Face's have one more dimension
 PIECE_VALUES = 2**18  # values dequantised at once: numpy's several copies of them stay in a processor's cache
 
 
@@ -82,7 +83,8 @@ class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
         return sorted(self._model.sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).shape
+        shape = self._entry(name).shape
+        return (shape[0], 1, shape[1]) if name.endswith(FILTERS) else shape
 
     def read_config(self) -> LlamaConfig:
         """Return the configuration; the tensors are those that it implies since the file was opened."""
@@ -132,7 +134,7 @@ class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
     def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """Return a matrix as stored, anything else as float32."""
         entry, source = self._entry(name), self._model.sources[name]
-        if len(entry.shape) != 2:
+        if len(entry.shape) != 2 or name.endswith(FILTERS):
             return self.array(name)
         rows, columns = entry.shape
         unit, order = self._rows_of_head(source), np.arange(rows, dtype=np.int32)
@@ -153,7 +155,16 @@ class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
             if not found.is_finite():
                 raise UserError(f"{entry.path} is damaged: tensor {source!r} holds values that are not finite")
             values = found.values - np.float32(offset) if offset else found.values
+            if source.endswith(".ssm_a"):
+                values = self._log_rates(entry, values)
             yield np.ascontiguousarray(deinterleave_rope(values, len(values) // unit) if unit > 1 else values)
+
+    @staticmethod
+    def _log_rates(entry: TensorEntry, rates: np.ndarray) -> np.ndarray:
+        """Return A_log of a delta net's stored -exp(A_log)."""
+        if not (rates < 0).all():
+            raise UserError(f"{entry.path} is damaged: a decay rate of a recurrent layer is not below 0")
+        return np.log(-rates.astype(np.float64)).astype(np.float32)
 
     def _rows_of_head(self, source: str) -> int:
         """Return the number of rows per head if the tensor is in llama.cpp's interleaved order, else 1."""
@@ -162,7 +173,8 @@ class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
 
     def _norm_offset(self, source: str) -> float:
         """Return what to subtract from a norm's weights, 0 for other tensors."""
-        offset = self._model.config.norm_offset if source.endswith("norm.weight") else 0.0
+        is_norm = source.endswith("norm.weight") and not source.endswith("ssm_norm.weight")
+        offset = self._model.config.norm_offset if is_norm else 0.0
         entry = self._header.tensors[source]
         if offset and ggml_type(entry.kind).name != "F32":
             found = f"the norm {source!r} has the type {ggml_type(entry.kind).name}"

@@ -170,8 +170,8 @@ class RecurrentPass:
         for part in parts:
             number = sessions.index(part.session)
             for place, seen in enumerate(part.visible):
-                node = number, part.before + place
-                rows[node], paths[node] = part.rows.start + place, np.flatnonzero(seen).tolist()
+                own = number, part.before + place
+                rows[own], paths[own] = part.rows.start + place, np.flatnonzero(seen).tolist()
         parents: dict[Node, Node | None] = {}  # of all nodes that the walk needs
         for (number, node), path in paths.items():
             parents[number, node] = (number, path[-2]) if len(path) > 1 else None
@@ -188,11 +188,11 @@ class RecurrentPass:
             self._old.append([memory.rows[node] for _, node in old])
             starts.append(start)
             start += sizes.filter_length - 1 + len(old)
-        own = [
+        stashed = [
             [(memory.rows[node], row) for (at, node), row in rows.items() if at == number]
             for number, memory in enumerate(self._memories)
         ]
-        self._own = [([place for place, _ in pairs], [row for _, row in pairs]) for pairs in own]
+        self._own = [([place for place, _ in pairs], [row for _, row in pairs]) for pairs in stashed]
         self.num_rows = len(rows)
         taps = [self._taps_of(number, path, rows, places, starts[number]) for (number, _), path in paths.items()]
         self._taps = to_device(taps, np.int64, device)

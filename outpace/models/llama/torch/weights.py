@@ -31,7 +31,7 @@ class Normed(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. `qkv` computes queries, keys and values side by side, with rotation pairs as neighbours, then
+    """One layer's weights. `qkv` computes queries, keys and values side by side, rotation pairs as neighbours, then
     the gates of the heads if they have any; in a recurrent layer, all inputs of its state side by side.
 
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), and 1
