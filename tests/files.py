@@ -110,7 +110,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     writer = GGUFWriter(path, architecture, split_max_tensors=options.get("split", 0))
     for key, value in (_metadata(architecture) | dict(metadata or {})).items():
         if value is not None:
-            _add(writer, key, value)
+            add_field(writer, key, value)
     for name, values in tensors.items():
         quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
         stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
@@ -185,7 +185,12 @@ def _metadata(architecture: str) -> dict[str, Any]:
     return {key.replace("llama.", f"{architecture}.", 1): value for key, value in fields.items()}
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def tokenizer_fields() -> dict[str, Any]:
+    """The tokenizer's metadata of a GGUF file."""
+    return {key: value for key, value in _metadata("llama").items() if key.startswith("tokenizer.")}
+
+
+def add_field(writer: GGUFWriter, key: str, value: Any) -> None:
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     adders.get(type(value), writer.add_array)(key, value)
 

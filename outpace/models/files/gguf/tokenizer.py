@@ -27,6 +27,8 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# words with their combining marks
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 CAPITAL, SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 TEKKEN_SPLIT = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]*[{SMALL}]+|[^\r\n\p{{L}}\p{{N}}]?[{CAPITAL}]+[{SMALL}]*|\p{{N}}"
@@ -47,18 +49,20 @@ SPLITS = {  # by the name of the pre-tokenizer; those of two others are in `pre_
     "llama-bpe": (LLAMA3_SPLIT,),
     "smaug-bpe": (LLAMA3_SPLIT,),
     "qwen2": (QWEN2_SPLIT,),
+    "qwen35": (QWEN35_SPLIT,),
     "tekken": (TEKKEN_SPLIT,),
     "gpt-4o": (O200K_SPLIT,),
     "default": DEFAULT_SPLITS,  # of a file that names none, as in llama.cpp
 }
 # llama.cpp's other names for the same pre-tokenizers.
 SAME_PRE = {
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "lfm2"), "llama-bpe"),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), "qwen2"),
     "dbrx": "smaug-bpe",
     "llama4": "gpt-4o",
 }
 WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not split by merges
+COMPOSING = ("qwen2", "qwen35")  # the text is normalised to composed characters
 EATING = ("phi3",)  # architectures whose special tokens, except PLAIN, absorb following white space
 PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 LLAMA3_MARK = "<|start_header_id|>"  # a token of Llama 3's vocabulary
@@ -238,7 +242,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if name not in known:
         raise UserError(f"{vocabulary.path}: {unknown('tokenizer.ggml.pre', name, known)}")
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges(), ignore_merges=name in WHOLE_WORDS))
-    if name == "qwen2":
+    if name in COMPOSING:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizer(name, vocabulary.field("add_space_prefix", bool, False))
     tokenizer.decoder = decoders.ByteLevel()

@@ -23,6 +23,7 @@ from outpace.models.files.find import resolve, shipped_model
 from outpace.models.files.gguf.config import LAYER_PARTS, OUTER_PARTS
 from outpace.models.files.gguf.header import open_gguf, open_gguf_model
 from outpace.models.files.gguf.tokenizer import (
+    COMPOSING,
     CONTROL,
     SPECIAL_IDS,
     SPLITS,
@@ -228,7 +229,11 @@ def _pre_name(folder: Path, written: Mapping[str, Any], model: Mapping[str, Any]
         for name in ("smollm", "gpt-2", *SPLITS):
             for has_prefix in (False, True):
                 is_same = own == _steps(json.loads(pre_tokenizer(name, has_prefix).__getstate__()))
-                if is_same and ignores == (name in WHOLE_WORDS) and normalizer == ("NFC" if name == "qwen2" else None):
+                if (
+                    is_same
+                    and ignores == (name in WHOLE_WORDS)
+                    and normalizer == ("NFC" if name in COMPOSING else None)
+                ):
                     return name, has_prefix
     raise UserError(
         f"the tokenizer of {folder} cannot be written for llama.cpp: name the target as a .gguf file, whose"

@@ -1,0 +1,168 @@
+"""Tiny random models with recurrent layers, written by transformers, and the same weights as GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from files import CONFIG, add_field, tokenizer_fields
+from safetensors.numpy import load_file
+
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+SIZES: dict[str, Any] = {
+    "vocab_size": CONFIG["vocab_size"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+QWEN: dict[str, Any] = SIZES | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": ROPE,
+}
+LFM: dict[str, Any] = SIZES | {
+    "num_hidden_layers": 4,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "block_auto_adjust_ff_dim": False,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped": ("Qwen3_5", QWEN),
+    "equal": ("Qwen3_5", QWEN | {"linear_num_value_heads": 2, "tie_word_embeddings": True}),
+    "wide": ("Qwen3_5", QWEN | {"linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 16}),
+    "lfm2": ("Lfm2", LFM),
+}
+
+
+def make(name: str, folder: Path, **changes: Any) -> Any:
+    """Write a random model to a folder, and return transformers' own."""
+    family, fields = MODELS[name]
+    config_class = {"Qwen3_5": transformers.Qwen3_5TextConfig, "Lfm2": transformers.Lfm2Config}[family]
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**fields | changes)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.uniform_(-1, 1)
+            elif "norm" in parameter_name or parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
+    """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms."""
+    family, fields = MODELS[name]
+    tensors = load_file(folder / "model.safetensors")
+    architecture, layers = {"Qwen3_5": "qwen35", "Lfm2": "lfm2"}[family], fields["num_hidden_layers"]
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata: dict[str, Any] = {
+        "block_count": layers,
+        "context_length": fields["max_position_embeddings"],
+        "embedding_length": fields["hidden_size"],
+        "feed_forward_length": fields["intermediate_size"],
+        "attention.head_count": fields["num_attention_heads"],
+        "attention.head_count_kv": fields["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": fields["rope_parameters"]["rope_theta"],
+    }
+    if family == "Lfm2":
+        counts = [fields["num_key_value_heads"] if "full" in kind else 0 for kind in fields["layer_types"]]
+        metadata |= {"attention.head_count_kv": counts, "attention.layer_norm_rms_epsilon": 1e-5}
+        metadata |= {"shortconv.l_cache": fields["conv_L_cache"], "vocab_size": fields["vocab_size"]}
+    else:
+        values = fields["linear_num_value_heads"]
+        metadata |= {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}
+        metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
+        metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
+        metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
+        metadata |= {"rope.dimension_sections": [2, 1, 1, 0]}
+    for key, value in metadata.items():
+        add_field(writer, f"{architecture}.{key}", value)
+    for key, value in tokenizer_fields().items():
+        add_field(writer, key, value)
+    for tensor_name, values in tensors.items():
+        named, stored = _converted(tensor_name, values, fields)
+        quantisation = gguf.GGMLQuantizationType[kind if stored.ndim == 2 and stored.shape[1] % 32 == 0 else "F32"]
+        writer.add_tensor(named, gguf.quants.quantize(stored, quantisation), raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "operator_norm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "ffn_norm": "ffn_norm",
+    **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.out_proj": "attn_output",
+    **{f"self_attn.{one}_{norm}": f"attn_{one}_norm" for one in "qk" for norm in ("norm", "layernorm")},
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+}
+
+
+def _converted(name: str, values: np.ndarray, fields: dict[str, Any]) -> tuple[str, np.ndarray]:
+    layer = name.split(".")[2] if name.startswith("model.layers.") else None
+    part = name.removeprefix(f"model.layers.{layer}.") if layer else name
+    values = values[:, 0] if values.ndim == 3 else values
+    if part.startswith("linear_attn."):
+        values = _tiled(part, values, fields)
+    elif "norm" in part and "linear_num_value_heads" in fields:
+        values = values + np.float32(1)
+    if part.endswith(("A_log", "dt_bias")):
+        is_rate = part.endswith("A_log")
+        return f"blk.{layer}.{'ssm_a' if is_rate else 'ssm_dt.bias'}", -np.exp(values) if is_rate else values
+    stem, _, end = part.rpartition(".")
+    return f"blk.{layer}.{NAMES[stem]}.{end}" if layer else f"{NAMES[stem]}.{end}", np.ascontiguousarray(values)
+
+
+def _tiled(part: str, values: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
+    """Reorder value heads [key heads, shared] to [shared, key heads]."""
+    keys, heads, depth = (fields[f"linear_{one}"] for one in ("num_key_heads", "num_value_heads", "value_head_dim"))
+    order = np.arange(heads).reshape(keys, -1).T.reshape(-1)
+    entries = (order[:, None] * depth + np.arange(depth)).reshape(-1)
+    if "in_proj_qkv" in part or "conv1d" in part:
+        first = len(values) - heads * depth
+        return np.concatenate([values[:first], values[first:][entries]])
+    if "in_proj_z" in part:
+        return values[entries]
+    if "out_proj" in part:
+        return values[:, entries]
+    return values if "norm" in part else values[order]

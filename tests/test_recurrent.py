@@ -1,0 +1,262 @@
+"""Models with recurrent layers: logits against transformers, files of both kinds, and exact token trees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import recurrent
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+from outpace.models.base import Capability, Part, chain
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.gguf.source import GgufCheckpoint
+from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.torch.runtime import Llama
+from outpace.models.load import load_model
+
+TEXT = [int(token) for token in torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(5))]
+
+
+class Pair(NamedTuple):
+    reference: Any
+    folder: Path
+    model: Llama
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            reference = recurrent.make(name, folder)
+            made[name] = Pair(reference, folder, read(Checkpoint.open(folder)))
+        return made[name]
+
+    return pair
+
+
+def read(source: Any, **options: Any) -> Llama:
+    with source:
+        return Llama.from_tensors(source.read_config(), source.tensor, **options)
+
+
+def one_by_one(model: Llama, text: list[int]) -> Tensor:
+    session = model.open(len(text) + 1, 4)
+    rows = [model.score([chain(session, [token], [0], [0] if at else [])]) for at, token in enumerate(text)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", recurrent.MODELS)
+def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
+    pair = pairs(name)
+    with torch.no_grad():
+        expected = pair.reference(torch.tensor([TEXT])).logits[0]
+    got = pair.model.score([chain(pair.model.open(100, 100), TEXT, range(len(TEXT)))])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(got[:23], expected[:23], atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)  # transformers' chunks are 2e-4 off float64 here
+    half = read(Checkpoint.open(pair.folder), dtype=torch.bfloat16)
+    close = half.score([chain(half.open(100, 100), TEXT, range(len(TEXT)))])
+    assert (close.float() - expected)[:23].abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", recurrent.MODELS)
+def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
+    pair = pairs(name)
+    file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", name)
+    source, folder = GgufCheckpoint(file), Checkpoint.open(pair.folder)
+    assert source.names() == folder.names()
+    assert {one: source.shape(one) for one in source.names()} == {one: folder.shape(one) for one in source.names()}
+    model = load_model(file, runtime="llama").model
+    got, expected = (one.score([chain(one.open(100, 100), TEXT, range(len(TEXT)))]) for one in (model, pair.model))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert model.config.recurrence.is_tiled == (name in ("grouped", "wide"))
+
+
+@pytest.mark.parametrize("name", recurrent.MODELS)
+def test_prompts_in_any_chunks_give_the_bits_of_single_tokens(pairs: Callable[[str], Pair], name: str) -> None:
+    model = pairs(name).model
+    expected = one_by_one(model, TEXT)
+    assert model.exact
+    for sizes in ((70,), (1, 2, 67), (33, 4, 33)):
+        session, kept, rows, start = model.open(100, 100), 0, [], 0
+        for count in sizes:
+            rows.append(model.score([chain(session, TEXT[start : start + count], range(count), range(kept))]))
+            start, kept = start + count, count
+        assert torch.equal(torch.cat(rows), expected)
+
+
+class Trees(RuleBasedStateMachine):
+    """Two sessions whose trees grow at random, whose nodes are kept at random, and whose logits are compared with those
+    of the same branch read token by token."""
+
+    model: Llama
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def begin(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.sessions = [self.model.open(60, 40) for _ in range(2)]
+        self.texts: list[list[int]] = [[], []]
+        self.nodes: list[list[tuple[int, int]]] = [[], []]  # token and parent of each pending node
+        self.kept: list[list[int] | None] = [None, None]
+
+    def branch(self, number: int, node: int) -> list[int]:
+        tokens: list[int] = []
+        while node != PREFIX:
+            token, node = self.nodes[number][node]
+            tokens.insert(0, token)
+        return tokens
+
+    def part(self, number: int, count: int) -> Part:
+        keep, nodes = self.kept[number], self.nodes[number]
+        if keep is not None:  # of the last round, which the pass applies
+            self.texts[number] += [nodes[node][0] for node in keep]
+            nodes.clear()
+        before = len(nodes)
+        for _ in range(count):
+            nodes.append((self.random.randrange(3, 259), self.random.randrange(PREFIX, len(nodes))))
+        added = nodes[before:]
+        self.kept[number] = None
+        parents = [parent for _, parent in added]
+        return Part(self.sessions[number], [token for token, _ in added], parents, range(count), keep)
+
+    @rule(
+        counts=st.lists(st.integers(1, 6), min_size=2, max_size=2), which=st.sampled_from([(0,), (1,), (0, 1), (1, 0)])
+    )
+    def grow(self, counts: list[int], which: tuple[int, ...]) -> None:
+        which = tuple(number for number in which if self.sessions[number].free - 12 > counts[number])
+        parts = [self.part(number, counts[number]) for number in which]
+        if not parts:
+            return
+        rows = iter(self.model.score(parts))
+        for number, part in zip(which, parts, strict=True):
+            first = len(self.nodes[number]) - len(part.tokens)
+            for node in range(first, first + len(part.tokens)):
+                text = self.texts[number] + self.branch(number, node)
+                assert torch.equal(next(rows), one_by_one(self.model, text)[-1])
+
+    @rule(number=st.integers(0, 1))
+    def accept(self, number: int) -> None:
+        """Keep the path to some node, or nothing, with the next pass."""
+        if self.kept[number] is None and self.sessions[number].length + len(self.nodes[number]) < 40:
+            self.kept[number] = self.path_to(number, self.random.randrange(PREFIX, len(self.nodes[number])))
+
+    @rule(number=st.integers(0, 1))
+    def keep_now(self, number: int) -> None:
+        """Keep a path at once, with some of the nodes below it as pending nodes."""
+        nodes = self.nodes[number]
+        if self.kept[number] is not None or self.sessions[number].length + len(nodes) > 40:
+            return
+        last = self.random.randrange(PREFIX, len(nodes))
+        path = self.path_to(number, last)
+        live = list[int]()
+        for node, (_, parent) in enumerate(nodes):
+            if node > last and (parent == last or parent in live) and self.random.random() < 0.7:
+                live.append(node)
+        self.texts[number] += self.branch(number, last)
+        places = {node: place for place, node in enumerate(live)}
+        self.nodes[number] = [(nodes[node][0], places.get(nodes[node][1], PREFIX)) for node in live]
+        self.sessions[number].keep(path, live)
+
+    @rule(number=st.integers(0, 1))
+    def copy(self, number: int) -> None:
+        """Go on in a copy of the committed text, from a snapshot."""
+        session = self.sessions[number]
+        session.take_snapshot()
+        other = self.model.open(60, 40)
+        if self.random.random() < 0.5:
+            cut = session.cut_below(self.random.randrange(session.length + 1))
+        else:
+            cut = session.length
+        other.start_from(session, cut)
+        self.sessions[number], self.nodes[number], self.kept[number] = other, [], None
+        self.texts[number] = self.texts[number][:cut]
+
+    @rule(number=st.integers(0, 1))
+    def truncate(self, number: int) -> None:
+        session = self.sessions[number]
+        cut = session.cut_below(self.random.randrange(session.length + 1))
+        session.truncate(cut)
+        self.texts[number], self.nodes[number], self.kept[number] = self.texts[number][:cut], [], None
+
+    def path_to(self, number: int, node: int) -> list[int]:
+        path: list[int] = []
+        while node != PREFIX:
+            path.insert(0, node)
+            node = self.nodes[number][node][1]
+        return path
+
+    @invariant()
+    def lengths_agree(self) -> None:
+        for session, text in zip(getattr(self, "sessions", ()), getattr(self, "texts", ()), strict=True):
+            assert session.length == len(text)
+
+
+@pytest.mark.parametrize("name", ["grouped", "lfm2"])
+def test_any_tree_gives_the_bits_of_its_branches(pairs: Callable[[str], Pair], name: str) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    class Machine(Trees):
+        model = pairs(name).model
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=12, deadline=None))
+
+
+def test_a_state_is_cut_only_where_a_snapshot_is(pairs: Callable[[str], Pair]) -> None:
+    model = pairs("grouped").model
+    session = model.open(60, 60)
+    model.score([chain(session, TEXT[:20])])
+    session.keep(range(20))
+    session.take_snapshot()
+    model.score([chain(session, TEXT[20:30])])
+    session.keep(range(10))
+    assert [session.cut_below(length) for length in (0, 19, 20, 29, 30)] == [0, 0, 20, 20, 30]
+    with pytest.raises(ValueError, match="cannot truncate 30 tokens to 25"):
+        session.truncate(25)
+    with pytest.raises(ValueError, match="no state"):
+        model.open(60, 10).start_from(session, 25)
+    other = model.open(60, 10)
+    other.start_from(session, 20)
+    session.truncate(20)
+    for one in (session, other):
+        assert torch.equal(model.score([chain(one, TEXT[20:25], range(5))]), one_by_one(model, TEXT[:25])[20:])
+
+
+def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair]) -> None:
+    model = pairs("grouped").model
+    session = model.open(60, 10)
+    session.reserve(40)
+    held = sum(layer.nbytes for layer in session.kv)
+    assert held == session.slots * model.token_bytes == session.slots * 2 * 2 * 16 * 8  # one layer of four
+    with pytest.raises(UserError, match="score after a prefix"):
+        model.check_capability(Capability.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5, it must be a multiple of linear_num_key_heads 2"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries, it must have one for each of 4 layers"),
+        ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, it must be a whole number of at least 1"),
+        ({"model_type": "qwen4_exp", "architectures": None}, "qwen4_exp: it has hyper-connections"),
+        ({"model_type": "lfm3", "architectures": None}, "lfm3: its layers have windows"),
+        ({"model_type": "gemma3n_text", "architectures": None}, "gemma3n_text: its layers have several residual"),
+    ],
+)
+def test_configs_that_contradict_themselves_are_refused(changes: dict[str, Any], words: str) -> None:
+    given = recurrent.QWEN | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    with pytest.raises(UserError, match=words):
+        from_dict(given | changes)
