@@ -81,6 +81,8 @@ def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
     """Return the draft's config.json, derived from the target's; the draft is not quantised."""
     config = {name: value for name, value in config.items() if name != "quantization_config"}
     sizes = from_dict(config)
+    if sizes.recurrence:
+        raise UserError(f"drafts are not trained from a model whose layers include a {sizes.recurrence.kind}")
     layers = pick_layers(shape, sizes.num_layers)
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read

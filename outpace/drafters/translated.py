@@ -33,6 +33,7 @@ _CHUNK = 256  # tokens per forward
 _TAIL = 48  # target tokens that are tokenized again each round; a longer tail is frozen in part
 _FORCED = 160  # a tail of this length is frozen even if that changes tokens at the cut
 _TIMES = 2  # the draft reads texts of up to this many times the target's tokens, plus a chunk
+_SNAPSHOTS = 3  # of a draft with recurrent layers, at the ends of the last rounds' texts
 _MAX_FORWARDS = 8  # forwards of one `grow` while no new node results
 _ONE = DrawCounts((1,))  # one child is drawn below a node
 _ANCHOR = 4  # tokens before the draft's that are decoded with them, since spelling may depend on them
@@ -144,11 +145,15 @@ class TranslatedDrafter(Drafter):
         while common < min(len(state.read), len(state.wanted) - 1) and state.read[common] == state.wanted[common]:
             common += 1
         common = max(min(common, len(state.read), len(state.wanted) - 1), 0)
+        common = state.session.cut_below(common)
         state.session.truncate(common)
+        state.session.drop_snapshots(_SNAPSHOTS - 1)
+        state.session.take_snapshot()
         del state.read[common:]
 
     def _stored_bytes(self, lengths: Sequence[int]) -> int:
-        return max_session_bytes(self._model, [_max_tokens(length + 1) for length in lengths])
+        sessions = max_session_bytes(self._model, [_max_tokens(length + 1) for length in lengths])
+        return sessions + _SNAPSHOTS * self._model.state_bytes * len(lengths)
 
     def pause(self, state: Any) -> None:
         state.session.truncate(0)

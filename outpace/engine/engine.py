@@ -311,6 +311,7 @@ class Engine(AbstractContextManager["Engine"]):
         for (sequence, part), prefilled in zip(batch.chunks, output.prefilled, strict=True):
             self.drafting.add_prompt(sequence, prefilled.feedback)
             sequence.add_chunk(prefilled.logits, part.tokens)
+            self.memory.take_snapshot(sequence)
 
     def _commit(self, batch: Batch, output: BatchOutput, start: float) -> None:
         """Send the decoders their picks, commit their verdicts, and feed these back to the drafters."""

@@ -27,6 +27,7 @@ from outpace.models.base import Model, Session
 _AHEAD = 64  # slots that every running sequence should still get when another one is admitted
 _WORTH_WAITING = 64  # tokens that another sequence is reading now: wait and copy them
 _SHORT = 8  # a kept text loses little if it loses at most 1/8 of what is shared
+_SNAPSHOT_TOKENS = 2048  # tokens of a text between two snapshots of recurrent states
 _AT_ONCE = 512  # slots allocated when the reading of a prompt begins; then they double each time
 _GIB = 1 << 30
 
@@ -148,6 +149,17 @@ class KVMemory:
         promised = self._promised(sequence)
         return self._reserve(sequence, session, max(slots, min(2 * session.slots, promised)), promised)
 
+    def take_snapshot(self, sequence: TokenSequence) -> None:
+        """Remember the recurrent states at the end of a prompt and every few thousand tokens, if there is memory left:
+        other texts can start from there."""
+        session = sequence.kv.session
+        if not session.is_recurrent:
+            return
+        is_far = sequence.prefilled - session.cut_below(sequence.prefilled - 1) >= _SNAPSHOT_TOKENS
+        if (is_far or sequence.unread <= 0) and self.used + self._target.state_bytes <= self.budget:
+            sequence.kv.commit_pending()
+            session.take_snapshot()
+
     def release(self, sequence: TokenSequence) -> None:
         """Release a sequence's keys and values; they are read again when it is opened the next time."""
         self._stored.drop(sequence)
@@ -187,6 +199,11 @@ class KVMemory:
             (sequence.text.common(other.text, max_length), other)
             for other in self._reading.nearest(sequence.text, max_length)
         ]
+        if self._target.state_bytes:  # it can start from the end of a whole prompt, or from a snapshot
+            found = [
+                (shared if shared == len(other.committed) - 1 else shared // _SNAPSHOT_TOKENS * _SNAPSHOT_TOKENS, other)
+                for shared, other in found
+            ]
         if not found:
             return None
         shared, other = max(found, key=lambda each: each[0])
@@ -210,6 +227,8 @@ class KVMemory:
                 length = sequence.text.common(holder.text, min(max_length, held))
                 if sequence.needs_prompt_feedback:
                     length = _shared_by_drafts(holder, sequence, length)
+                session = holder.session if isinstance(holder, _KeptText) else holder.kv.session
+                length = session.cut_below(length, held)
                 if length > 0 and (length, isinstance(holder, _KeptText)) > (best[1], isinstance(best[0], _KeptText)):
                     best = (holder, length)
         return best
@@ -245,6 +264,10 @@ class KVMemory:
         """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False
         if the budget does not suffice."""
         others = [pair for pair in self._slots() if pair[0] is not sequence]
+        if self._target.state_bytes and self._bytes([*others, (sequence, promised)]) > self.budget:
+            for other in self._open:
+                if other is not spared:
+                    other.kv.session.drop_snapshots()
         for exact in (False, True):
             needed = [
                 *others,
@@ -278,7 +301,11 @@ class KVMemory:
     def _bytes(self, texts: Sequence[tuple[TokenSequence, int]], kept: Sequence[_KeptText] = ()) -> int:
         """Return the bytes of sequences with these slots, of kept texts, and of the drafts of both."""
         slots = [*(slots for _, slots in texts), *(one.session.slots for one in kept)]
-        return self._target.stored_bytes(slots) + self._drafts(texts) + sum(one.draft_bytes for one in kept)
+        held = self._target.stored_bytes(slots) + self._drafts(texts) + sum(one.draft_bytes for one in kept)
+        if self._target.state_bytes:
+            sessions = [*(one.kv.session for one, _ in texts if one.kv.is_open), *(one.session for one in kept)]
+            held += self._target.state_bytes * sum(session.num_snapshots for session in sessions)
+        return held
 
     def _slots_for(self, sequence: TokenSequence, tokens: int) -> int:
         """Return the slots for `tokens` tokens of a sequence and for the nodes that its drafter may add to them."""

@@ -130,9 +130,14 @@ class Session:
         if self.is_recurrent and self.length:
             self._snapshots[self.length] = self._save_state()
 
-    def cut_below(self, length: int) -> int:
-        """Return how many of the first `length` committed tokens the session can be cut to, or another start from."""
-        if not self.is_recurrent or length == self.length:
+    def drop_snapshots(self, count: int = 0) -> None:
+        """Forget all snapshots but the `count` longest."""
+        self._snapshots = dict(sorted(self._snapshots.items())[max(0, len(self._snapshots) - count) :])
+
+    def cut_below(self, length: int, total: int | None = None) -> int:
+        """Return how many of the first `length` committed tokens the session can be cut to, or another start from.
+        `total`: tokens that it will have committed by then; None: as now."""
+        if not self.is_recurrent or length == (self.length if total is None else total):
             return length
         return max((cut for cut in self._snapshots if cut <= length), default=0)
 
@@ -284,9 +289,14 @@ class Model:
         """Bytes of keys and values per slot of a session."""
         raise NotImplementedError
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a session's recurrent states, and of each snapshot of them."""
+        return 0
+
     def session_bytes(self, slots: int) -> int:
-        """Return the bytes that a session with `slots` slots takes."""
-        return slots * self.token_bytes
+        """Return the bytes that a session with `slots` slots takes, without snapshots."""
+        return slots * self.token_bytes + self.state_bytes
 
     def stored_bytes(self, slots: Sequence[int]) -> int:
         """Return the bytes that sessions with these numbers of slots take together."""

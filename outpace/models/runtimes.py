@@ -151,10 +151,21 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
     build: Callable[..., Model] = Llama.from_tensors
     if options.has_graphs and options.pp_plan is None:
         kind, slow_path_warning = _captured(options)
-        build = partial(kind.from_tensors, is_eager=options.graphs == EAGER)
+        build = partial(_build_captured, partial(kind.from_tensors, is_eager=options.graphs == EAGER), build)
         reason = slow_path_warning or reason
     given = {name: getattr(options, name) for name in ("device", "exact", "kv_dtype")}
     return _read(spec, options, progress, partial(build, dtype=options.torch_dtype, **given), reason)
+
+
+def _build_captured(
+    captured: Callable[..., Model], plain: Callable[..., Model], config: LlamaConfig, *arguments: Any, **options: Any
+) -> Model:
+    """Build a model with captured passes, or a plain one if it has recurrent layers."""
+    if not config.recurrence:
+        return captured(config, *arguments, **options)
+    model = plain(config, *arguments, **options)
+    model.notice = "its passes are not captured, because it has recurrent layers"
+    return model
 
 
 def _captured(options: LoadOptions) -> tuple[Any, str | None]:
@@ -228,6 +239,8 @@ def _read(
             parse_layers(options.layers, config.num_layers) if options.layers is not None else range(config.num_layers)
         )
         config = config.of_layers(layers)
+        if config.recurrence and options.pp_plan is not None:
+            raise UserError(f"{path} has recurrent layers, which are not split over processes: leave out pp_plan")
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
         if options.pp_plan is None:
             check_memory(source, config, options, formats)

@@ -26,7 +26,7 @@ from outpace.models.llama.config.recurrence import Recurrence
 if TYPE_CHECKING:
     from outpace.models.llama.torch.attention import SessionRows
 
-KEPT_ROWS = 64  # rows of the stash that stay allocated; prompts are read in larger chunks
+KEPT_ROWS = 16  # rows of the stash that stay allocated; prompts are read in larger chunks
 LENGTH_FLOOR = 1e-6  # added to the squares of a query or key
 
 

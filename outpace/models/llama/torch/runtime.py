@@ -38,7 +38,7 @@ from outpace.models.llama.torch.linear import (
     find_row_counts,
     pad_rows,
 )
-from outpace.models.llama.torch.recurrent import RecurrentPass, gate, norm_heads, silu
+from outpace.models.llama.torch.recurrent import KEPT_ROWS, RecurrentPass, gate, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
@@ -99,6 +99,16 @@ class Llama(Model):
     @property
     def token_bytes(self) -> int:
         return self.config.kv_entries // self.config.head_dim * self._kv_format.width * self._kv_format.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        sizes = self.config.recurrence
+        return 4 * sizes.state_size * self.config.num_recurrent_layers if sizes else 0
+
+    def session_bytes(self, slots: int) -> int:
+        sizes = self.config.recurrence
+        stash = 4 * KEPT_ROWS * sizes.stash_size * self.config.num_recurrent_layers if sizes else 0
+        return super().session_bytes(slots) + stash
 
     @property
     def weight_bytes(self) -> int:
