@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
+from outpace import LLM, SamplingParams
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Capability, Part, chain
@@ -225,7 +226,7 @@ def test_a_state_is_cut_only_where_a_snapshot_is(pairs: Callable[[str], Pair]) -
     assert [session.cut_below(length) for length in (0, 19, 20, 29, 30)] == [0, 0, 20, 20, 30]
     with pytest.raises(ValueError, match="cannot truncate 30 tokens to 25"):
         session.truncate(25)
-    with pytest.raises(ValueError, match="no state"):
+    with pytest.raises(ValueError, match="has no state there"):
         model.open(60, 10).start_from(session, 25)
     other = model.open(60, 10)
     other.start_from(session, 20)
@@ -260,3 +261,80 @@ def test_configs_that_contradict_themselves_are_refused(changes: dict[str, Any],
     given = recurrent.QWEN | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
     with pytest.raises(UserError, match=words):
         from_dict(given | changes)
+
+
+@pytest.fixture(scope="module")
+def files(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("files")
+    return {
+        name: str(recurrent.write_gguf(pairs(name).folder, folder / f"{name}.gguf", name))
+        for name in ("grouped", "equal", "lfm2")
+    }
+
+
+PROMPTS = ["hello world hello world hello", "12 hello 12 hello", "the hello world"]
+SAMPLED = SamplingParams(max_tokens=24, seed=3, temperature=0.7)
+
+
+def texts(file: str, prompts: list[str] = PROMPTS, params: SamplingParams = SAMPLED, **options: Any) -> list[Any]:
+    with LLM(file, runtime="llama", **options) as llm:
+        return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def plain(files: dict[str, str]) -> dict[str, list[Any]]:
+    return {name: texts(files[name], method="autoregressive") for name in ("grouped", "lfm2")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"method": "speculative", "drafter": "ngram"},
+        {"method": "speculative", "drafter": "lookahead"},
+        {"method": "speculative", "draft": "own"},
+        {"method": "speculative", "draft": "equal"},
+        {"method": "card", "draft": "own", "worker": "inline"},
+        {"method": "card", "draft": "equal", "worker": "thread"},
+        {"method": "planned", "draft": "equal"},
+        {"method": "pearl", "draft": "own"},
+        {"method": "speculative", "drafter": "translated", "draft": "equal"},
+        {"method": "speculative", "draft": "layers:0-3"},
+        {"method": "autoregressive", "kv_memory": 0.0001},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["grouped", "lfm2"])
+def test_texts_do_not_depend_on_the_method(
+    files: dict[str, str], plain: dict[str, list[Any]], name: str, options: dict[str, Any]
+) -> None:
+    draft = options.get("draft")
+    named = {"draft": files[name if draft == "own" else draft]} if draft in ("own", "equal") else {}
+    assert texts(files[name], **options | named) == plain[name]
+
+
+@pytest.mark.parametrize("name", ["grouped", "lfm2"])
+def test_a_prefix_hit_writes_what_a_fresh_start_writes(
+    files: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, short, read = "hello world " * 30, SamplingParams(max_tokens=8, seed=1), list[int]()
+    monkeypatch.setattr("outpace.engine.kv_memory._SNAPSHOT_TOKENS", 48)
+    score = Llama._score_hidden
+
+    def count(model: Llama, forest: Any, layers: Any) -> Any:
+        read.append(sum(len(part.tokens) for part in forest))
+        return score(model, forest, layers)
+
+    with LLM(files[name], runtime="llama", method="autoregressive") as llm:
+        monkeypatch.setattr(llm.engine, "_chunk", 16)
+        answer = llm.generate([first], short)[0]
+        # the whole text goes on; the prompt does; it changes in the middle, after a snapshot; it is repeated
+        for prompt in (first + answer.text + "12", first + "hello", first[:200] + "12 12", first):
+            fresh = texts(files[name], [prompt], short, method="autoregressive")[0]
+            monkeypatch.setattr(Llama, "_score_hidden", count)
+            assert llm.generate([prompt], short)[0].token_ids == fresh, prompt
+            monkeypatch.setattr(Llama, "_score_hidden", score)
+            assert sum(read) < 64, (prompt, read)  # a text has 90 tokens and more
+            read.clear()
+        both = llm.generate([first + "or 12", first + "or 12"], short)
+        assert both[0].token_ids == both[1].token_ids

@@ -157,7 +157,7 @@ class Session:
         if self.length or self.pending or not 0 <= length <= min(other.length, self.capacity):
             raise ValueError(f"cannot start with {length} of {other.length} tokens: {self.length} are here already")
         if length != other.cut_below(length):
-            raise ValueError(f"cannot start with {length} tokens, of which the other session has no state")
+            raise ValueError(f"cannot start with {length} tokens: the other session has no state there")
         self.reserve(length)
         self._copy(other, length)
         if self.is_recurrent:
