@@ -156,6 +156,15 @@ void attend_some(int count, const Heads& heads, const uint8_t* keys, const uint8
     attend_queries<K, Q>(heads, keys, values, fetches, queries, out);
 }
 
+/// Multiplies a head's result by the sigmoid of its gates.
+inline void gate_head(const float* gates, int depth, float* out) {
+    for (int first = 0; first < depth; first += kLanes) {
+        alignas(64) float entries[kLanes] = {};
+        for (int i = 0; i < kLanes && first + i < depth; ++i) entries[i] = gates[first + i];
+        (Floats::load(out + first) * sigmoid(Floats::load(entries))).store(out + first);
+    }
+}
+
 template <class K>
 void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
     const Heads& heads = task.heads;
@@ -178,6 +187,9 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();
         const int head = tile.key_head * heads.group() + (tile.first + q) % heads.group();
+        if (heads.is_gated)
+            gate_head(task.mixed + static_cast<int64_t>(row) * heads.outputs() + heads.gates_at() + head * heads.depth,
+                      heads.depth, out + q * kDepthMax);
         for (int i = 0; i < heads.head_groups(); ++i) {
             const int group = head * heads.head_groups() + i;
             quantize_group(out + q * kDepthMax + i * kGroup, task.out, row, group);

@@ -158,6 +158,26 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
     return layer;
 }
 
+/// Makes a layer with a delta net or, without rates, a short convolution. `filters` [filter_length, channels].
+std::shared_ptr<Layer> make_recurrent(const Vector& attention_norm, const Vector& mlp_norm,
+                                      std::shared_ptr<Matrix> input, std::shared_ptr<Matrix> output,
+                                      std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
+                                      const Grid& filters, std::shared_ptr<Matrix> strengths,
+                                      const std::vector<float>& rates, const std::vector<float>& time_bias,
+                                      const std::vector<float>& norm) {
+    auto layer = std::make_shared<Layer>();
+    layer->attention_norm = padded(to_vector(attention_norm));
+    layer->mlp_norm = padded(to_vector(mlp_norm));
+    layer->qkv = std::move(input);
+    layer->output = std::move(output);
+    layer->gate_up = std::move(gate_up);
+    layer->down = std::move(down);
+    layer->strengths = std::move(strengths);
+    layer->recurrent = std::make_shared<RecurrentWeights>(
+        RecurrentWeights{{filters.data(), filters.data() + filters.size()}, rates, time_bias, norm});
+    return layer;
+}
+
 constexpr const char* kKvFormats[] = {"float32", "float16", "int8"};  // in the order of KvFormat
 
 nb::tuple kv_formats() {
@@ -165,23 +185,25 @@ nb::tuple kv_formats() {
 }
 
 /// `scale` of the attention scores; 0: 1 / sqrt(depth).
-Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale) {
+Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale,
+                 bool is_gated) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
     const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
     if (found == std::end(kKvFormats)) throw std::invalid_argument("the kv_dtype " + kv_dtype + " is not known");
     if (scale == 0.0f) scale = 1.0f / __builtin_sqrtf(static_cast<float>(depth));
-    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon};
+    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon, is_gated};
 }
 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
                 const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
                 const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads,
-                int rotations, float embedding_scale, bool is_gelu) {
+                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence) {
     const Kernels* kernels = find_kernels(instruction_set);
     if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-    new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale, is_gelu}, {layers.begin(), layers.end()}, std::move(embedding),
-                      to_vector(norm), std::move(head), kernels, threads);
+    new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale, is_gelu, recurrence},
+                      {layers.begin(), layers.end()}, std::move(embedding), to_vector(norm), std::move(head), kernels,
+                      threads);
 }
 
 void check_slots(const Store& store, const std::vector<int>& source, int start) {
@@ -192,9 +214,28 @@ void check_slots(const Store& store, const std::vector<int>& source, int start) 
 }
 
 /// Creates a store for at most `capacity` slots that holds `slots` slots; negative: all of them.
-void init_store(Store* place, const Heads& heads, int layers, int capacity, int slots) {
+void init_store(Store* place, const Heads& heads, int layers, int capacity, int slots, const Recurrence& recurrence) {
     if (layers < 1 || capacity < 0 || slots > capacity) throw std::invalid_argument("capacity is out of range");
-    new (place) Store(heads, layers, capacity, slots < 0 ? capacity : slots);
+    new (place) Store(heads, layers, capacity, slots < 0 ? capacity : slots, recurrence);
+}
+
+/// Makes the sizes of recurrent layers. Throws std::invalid_argument for sizes that contradict one another.
+Recurrence make_recurrence(int layers, int filter_length, int channels, int key_heads, int value_heads, int key_depth,
+                           int value_depth, bool is_tiled) {
+    if (layers < 0 || filter_length < 1 || channels < 1) throw std::invalid_argument("recurrent layers must not be empty");
+    if (key_heads < 0 || key_depth < 0 || value_depth < 0 || (value_heads && (key_heads < 1 || value_heads % key_heads)))
+        throw std::invalid_argument("value_heads is no multiple of key_heads");
+    return {layers, filter_length, channels, key_heads, value_heads, key_depth, value_depth, is_tiled};
+}
+
+/// Commits pending nodes of the recurrent states, as of the slots.
+void keep(Store& store, const std::vector<int>& path, const std::vector<int>& live) {
+    if (!store.states()) throw std::invalid_argument("the store has no recurrent states");
+    store.states()->keep(path, live);
+}
+
+std::size_t store_bytes(const Heads& heads, int layers, int slots, const Recurrence& recurrence, int places) {
+    return Store::bytes_of(heads, layers, slots) + States::bytes_of(recurrence, places);
 }
 
 void resize(Store& store, int slots) {
@@ -211,6 +252,8 @@ void copy(Store& store, const Store& other, int count) {
     check_count(other, count);
     if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
         store.heads().depth != other.heads().depth || store.heads().kv_format != other.heads().kv_format)
+        throw std::invalid_argument("the other store is of another model");
+    if (!store.states() != !other.states() || (store.states() && store.states()->sizes() != other.states()->sizes()))
         throw std::invalid_argument("the other store is of another model");
     store.copy(other, count);
 }
@@ -269,6 +312,9 @@ NB_MODULE(_native, m) {
              "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "rotates"_a = true,
              "rotation"_a = 0, "window"_a = 0, "attention_output_norm"_a = std::vector<float>{},
              "mlp_output_norm"_a = std::vector<float>{}, "token_norm"_a = std::vector<float>{})
+        .def_static("recurrent", &make_recurrent, "attention_norm"_a, "mlp_norm"_a, "input"_a, "output"_a, "gate_up"_a,
+                    "down"_a, "filters"_a, "strengths"_a = nb::none(), "rates"_a = std::vector<float>{},
+                    "time_bias"_a = std::vector<float>{}, "norm"_a = std::vector<float>{})
         .def_rw("window", &Layer::window)
         .def_rw("is_causal", &Layer::is_causal)
         .def("to_kv_only", [](const Layer& layer) {
@@ -278,18 +324,29 @@ NB_MODULE(_native, m) {
             return other;
         })
         .def_prop_ro("bytes", [](const Layer& layer) {
-            return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes();
+            return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes() +
+                   (layer.strengths ? layer.strengths->bytes() : 0);
         });
 
     nb::class_<Heads>(m, "Heads")
-        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f)
+        .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f,
+             "gated"_a = false)
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
+    nb::class_<Recurrence>(m, "Recurrence")
+        .def(nb::new_(&make_recurrence), "layers"_a, "filter_length"_a, "channels"_a, "key_heads"_a = 0,
+             "value_heads"_a = 0, "key_depth"_a = 0, "value_depth"_a = 0, "tiled"_a = false)
+        .def_prop_ro("head_groups", &Recurrence::head_groups);
+
     nb::class_<Store>(m, "Store")
-        .def("__init__", &init_store, "heads"_a, "layers"_a, "capacity"_a, "slots"_a = -1)
+        .def("__init__", &init_store, "heads"_a, "layers"_a, "capacity"_a, "slots"_a = -1,
+             "recurrence"_a = Recurrence{})
         .def_prop_ro("slots", &Store::slots)
         .def_prop_ro("bytes", &Store::bytes)
-        .def_static("bytes_of", &Store::bytes_of, "heads"_a, "layers"_a, "slots"_a)
+        .def_static("bytes_of", &store_bytes, "heads"_a, "layers"_a, "slots"_a, "recurrence"_a = Recurrence{},
+                    "places"_a = 0)
+        .def("keep", &keep, "path"_a, "live"_a)
+        .def("trim_states", [](Store& store) { if (store.states()) store.states()->trim(); })
         .def("resize", &resize, "slots"_a)
         .def("move", [](Store& store, const std::vector<int>& source, int start) {
             check_slots(store, source, start);
@@ -302,7 +359,7 @@ NB_MODULE(_native, m) {
     model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
              "norm"_a, "head"_a, "instruction_set"_a, "threads"_a, "rotations"_a = 1, "embedding_scale"_a = 1.0f,
-             "gelu"_a = false)
+             "gelu"_a = false, "recurrence"_a = Recurrence{})
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); });

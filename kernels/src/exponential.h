@@ -24,6 +24,9 @@ inline Floats exponential(Floats x) {
     return times_power(p, n);
 }
 
+/// 1 / (1 + e^-x)
+inline Floats sigmoid(Floats x) { return Floats::all(1.0f) / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
+
 /// x / (1 + e^-x)
 inline Floats silu(Floats x) { return x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "recurrence.h"
 
 namespace outpace {
 
@@ -114,10 +115,12 @@ struct Heads {
     KvFormat kv_format;  // format of keys and values
     float scale;  // factor of attention scores
     float epsilon;  // epsilon of the norms of queries and keys
+    bool is_gated = false;  // results are multiplied by the sigmoid of a gate of their own
 
     int group() const { return queries / keys; }
     int width() const { return round_up(depth, kLanes); }
-    int outputs() const { return (queries + 2 * keys) * depth; }
+    int gates_at() const { return (queries + 2 * keys) * depth; }  // among the outputs
+    int outputs() const { return gates_at() + (is_gated ? queries * depth : 0); }
     int head_groups() const { return round_up(depth, kGroup) / kGroup; }
 
     /// Bytes of one slot's key, or value.
@@ -136,7 +139,7 @@ struct Heads {
 struct Rotate {
     Heads heads;
     int rows;
-    float* mixed;  // [rows, queries then keys then values]; queries are changed in place
+    float* mixed;  // [rows, queries then keys then values, then gates]; queries are changed in place
     const float* rope_rows;  // [rows, depth / 2, 2]: cosine and sine; null for layers without positions
     int rope_stride;  // floats from one row to the next
     const float* query_norm;  // [depth] or null
@@ -205,6 +208,7 @@ struct Kernels {
     void (*gated_product)(const GatedProduct&, int group);
     void (*rotate)(const Rotate&, int unit);
     void (*attend)(const Attend&, int tile, float* scores);  // scores: space for tile_queries times slots
+    void (*recur)(const Recur&, int unit, float* states);  // states: space for those of kStateVectors columns
     int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
 };
 

@@ -42,7 +42,11 @@ Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layer
       kernels_(kernels),
       scratch_(std::make_shared<Scratch>()),
       team_(threads) {
+    int counts[2] = {0, 0};
+    for (const auto& layer : layers_) numbers_.push_back(counts[layer->recurrent ? 1 : 0]++);
     check();
+    require(counts[1] == shape_.recurrence.layers, std::to_string(counts[1]) + " layers are recurrent, expected " +
+                                                       std::to_string(shape_.recurrence.layers));
     if (!norm_.empty()) norm_ = padded(norm_);
 }
 
@@ -64,6 +68,10 @@ void Model::check() const {
         for (const auto* norm : {&layer->attention_norm, &layer->token_norm, &layer->attention_output_norm,
                                  &layer->mlp_output_norm})
             if (!norm->empty()) require_size(*norm, stride, "a norm of the hidden state");
+        if (layer->recurrent) {
+            check_recurrent(*layer);
+            continue;
+        }
         require(layer->rotation < shape_.rotations, "rotation is out of range");
         require(layer->window >= 0, "window is below 0");
         if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
@@ -75,10 +83,50 @@ void Model::check() const {
     }
 }
 
+void Model::check_recurrent(const Layer& layer) const {
+    const Recurrence& sizes = shape_.recurrence;
+    const RecurrentWeights& weights = *layer.recurrent;
+    require(sizes.filter_length >= 1 && sizes.channels >= kLanes && sizes.channels % kLanes == 0,
+            "channels is " + std::to_string(sizes.channels) + ", expected a multiple of " + std::to_string(kLanes));
+    require_size(weights.filters, static_cast<std::size_t>(sizes.filter_length) * sizes.channels, "filters");
+    require_shape(layer.qkv, sizes.inputs_end(), shape_.hidden, "input");
+    require_shape(layer.output, shape_.hidden, sizes.output_groups() * kGroup, "output");
+    require_shape(layer.gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
+    require_shape(layer.down, shape_.hidden, shape_.middle, "down");
+    if (!sizes.is_delta_net()) return;
+    for (int depth : {sizes.key_depth, sizes.value_depth})
+        require(depth >= kLanes && depth <= kDepthMax && depth % kLanes == 0,
+                "the depth of a delta net's head is " + std::to_string(depth) + ", expected a multiple of " +
+                    std::to_string(kLanes) + " up to " + std::to_string(kDepthMax));
+    require(sizes.key_heads >= 1 && sizes.value_heads % sizes.key_heads == 0, "value_heads is no multiple of key_heads");
+    require(sizes.channels == 2 * sizes.key_width() + sizes.value_width(), "channels is not the sum of the heads");
+    for (const auto* values : {&weights.rates, &weights.time_bias}) require_size(*values, sizes.value_heads, "rates");
+    require_size(weights.norm, sizes.value_depth, "norm");
+    require_shape(layer.strengths, 2 * sizes.value_heads, shape_.hidden, "strengths");
+}
+
+void Model::check_recurrent(const Span& span, int pending) const {
+    require(span.store->states() && span.store->states()->sizes() == shape_.recurrence, "a store is of another model");
+    require(span.pending == pending, "a span has " + std::to_string(span.pending) + " pending nodes, its states have " +
+                                         std::to_string(pending));
+    require(!span.position_gap, "recurrent states cannot leave out committed tokens");
+    const int columns = span.pending + span.tokens;
+    for (int node = 0; node < span.tokens; ++node)
+        for (int other = span.pending + node + 1; other < columns; ++other)
+            require(!span.sees[static_cast<int64_t>(node) * columns + other], "a node sees a later one");
+}
+
 void Model::check(const Forest& forest) const {
-    int rows = 0;
+    int rows = 0, pending = 0;
+    const Store* before = nullptr;
     for (const Span& span : forest.spans) {
-        require(span.store->layers() == num_layers() && span.store->heads().depth == shape_.heads.depth &&
+        if (shape_.recurrence.layers) {
+            if (span.store != before) pending = span.store->states() ? span.store->states()->pending() : 0;
+            check_recurrent(span, pending);
+            before = span.store;
+            pending += span.tokens;
+        }
+        require(span.store->layers() == num_attention_layers() && span.store->heads().depth == shape_.heads.depth &&
                     span.store->heads().keys == shape_.heads.keys &&
                     span.store->heads().kv_format == shape_.heads.kv_format,
                 "a store is of another model");
@@ -117,6 +165,8 @@ void Model::forward(const Forest& forest, float* scores) {
     std::lock_guard<std::mutex> alone(running_);
     Pass pass(*this, forest, scores);
     team_.run(pass.phases(), [&](Team::Member& member) { pass.run(member); });
+    if (shape_.recurrence.layers)
+        for (const Span& span : forest.spans) span.store->states()->end_folds();
 }
 
 void Model::project(const float* hidden, int rows, float* scores) {

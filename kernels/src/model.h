@@ -16,7 +16,8 @@ namespace outpace {
 
 /// One layer's weights. All norms except `mlp_norm` may be empty. With a `token_norm` (first layer only), the state
 /// comes from the spans' inputs, and qkv takes the normalized embedding of each row's token, then the state. A layer
-/// with qkv alone stores keys and values and leaves the state as it is.
+/// with qkv alone stores keys and values and leaves the state as it is. A recurrent layer has no keys and values: `qkv` is
+/// its input matrix, and what is said of queries, keys and rows that are seen does not apply.
 struct Layer {
     std::vector<float> attention_norm;  // [hidden]; empty: the state is not normalized
     std::vector<float> mlp_norm;
@@ -32,6 +33,8 @@ struct Layer {
     std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
+    std::shared_ptr<const RecurrentWeights> recurrent;  // null for attention
+    std::shared_ptr<const Matrix> strengths;  // of a delta net: its strengths, then its steps, from hidden
 };
 
 /// Sizes and constants.
@@ -43,6 +46,7 @@ struct Shape {
     int rotations = 1;  // number of different rotations of queries and keys
     float embedding_scale = 1.0f;  // factor of embeddings
     bool is_gelu = false;  // the MLPs' gates use GELU, else SiLU
+    Recurrence recurrence{};
 
     int rope_floats() const { return rotations * heads.depth; }
 };
@@ -89,6 +93,7 @@ class Model {
 
     const Shape& shape() const { return shape_; }
     int num_layers() const { return static_cast<int>(layers_.size()); }
+    int num_attention_layers() const { return num_layers() - shape_.recurrence.layers; }
     bool takes_states() const { return !layers_.empty() && !layers_[0]->token_norm.empty(); }
     int outputs() const { return head_->outputs(); }
     const Kernels& kernels() const { return *kernels_; }
@@ -105,11 +110,14 @@ class Model {
     class Pass;
 
     void check() const;
+    void check_recurrent(const Layer& layer) const;
+    void check_recurrent(const Span& span, int pending) const;
     void check(const Forest& forest) const;
     void check(const HiddenRequest& request, int rows) const;
 
     Shape shape_;
     std::vector<std::shared_ptr<const Layer>> layers_;
+    std::vector<int> numbers_;  // of each layer among those of its kind, recurrent or attention
     std::shared_ptr<const Matrix> embedding_, head_;
     std::vector<float> norm_;
     const Kernels* kernels_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <functional>
 
+#include "walk.h"
+
 namespace outpace {
 namespace {
 
@@ -41,7 +43,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     const Shape& shape = model.shape_;
     const int rows = forest.rows;
     scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
-    scratch_.mixed.reserve(static_cast<std::size_t>(rows) * shape.heads.outputs());
+    scratch_.mixed.reserve(static_cast<std::size_t>(rows) * std::max(shape.heads.outputs(), shape.recurrence.outputs()));
     const auto has_output_norm = [](const auto& layer) {
         return !layer->attention_output_norm.empty() || !layer->mlp_output_norm.empty();
     };
@@ -53,7 +55,12 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
         tokens_and_states_ = scratch_.normalized.view(rows, 2 * groups);
     }
     normalized_ = scratch_.normalized.view(rows, groups);
-    attended_ = scratch_.attended.view(rows, shape.heads.queries * shape.heads.head_groups());
+    const int head_groups = shape.heads.queries * shape.heads.head_groups();
+    const bool has_states = shape.recurrence.layers > 0;
+    const int recurrent_groups = has_states ? shape.recurrence.output_groups() : 0;
+    attended_ = recurred_ = scratch_.attended.view(rows, std::max(head_groups, recurrent_groups));
+    attended_.groups = head_groups;
+    recurred_.groups = recurrent_groups;
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
     model.trial_.begin_pass();
     find_visible_slots();
@@ -63,7 +70,59 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * max_slots_);
     scratch_.stores.clear();
     for (int number = 0; number < model.num_layers(); ++number)
-        for (const Span& span : forest.spans) scratch_.stores.push_back(span.store->layer(number));
+        for (const Span& span : forest.spans)
+            scratch_.stores.push_back(model.layers_[number]->recurrent ? KeyValues{}
+                                                                       : span.store->layer(model.numbers_[number]));
+    if (has_states) plan_walks();
+}
+
+/// Plans how the recurrent layers go through each session's tree. Adjacent spans of one store are one tree.
+void Model::Pass::plan_walks() {
+    const auto& spans = forest_.spans;
+    for (auto* list : {&scratch_.places, &scratch_.earlier, &scratch_.folds}) list->clear();
+    scratch_.steps.clear();
+    scratch_.sequences.clear();
+    for (std::size_t first = 0, end; first < spans.size(); first = end) {
+        for (end = first + 1; end < spans.size() && spans[end].store == spans[first].store;) ++end;
+        plan_walk(first, end);
+    }
+    const int space = kStateVectors * kLanes * recurrence().key_depth * max_states_;
+    scratch_.states.reserve(static_cast<std::size_t>(team_.size()) * space);
+}
+
+void Model::Pass::plan_walk(std::size_t first_span, std::size_t end_span) {
+    const int first_new = forest_.spans[first_span].pending, kept = recurrence().filter_length - 1;
+    const int first_row = static_cast<int>(scratch_.places.size());
+    States& states = *forest_.spans[first_span].store->states();
+    int rows = 0;
+    for (std::size_t number = first_span; number < end_span; ++number) rows += forest_.spans[number].tokens;
+    states.add(rows);
+    const std::vector<int>& places = states.places();
+    WalkedTree tree{std::vector<int>(first_new + rows, kUnused), first_new, first_row};
+    for (std::size_t number = first_span; number < end_span; ++number) {
+        const Span& span = forest_.spans[number];
+        for (int node = 0; node < span.tokens; ++node) {
+            const int own = span.pending + node;
+            const bool* sees = span.sees + static_cast<int64_t>(node) * (span.pending + span.tokens);
+            int found = 0, child = own;  // number of ancestors, and the last one
+            for (int other = own - 1; other >= 0; --other) {
+                if (!sees[other]) continue;
+                if (found++ < kept) scratch_.earlier.push_back(places[other]);
+                tree.parents[child] = other;
+                child = other;
+            }
+            tree.parents[child] = -1;
+            for (int n = found; n < kept; ++n) scratch_.earlier.push_back(found - 1 - n);
+            scratch_.places.push_back(places[own]);
+        }
+    }
+    const std::vector<int>& folds = states.folds();
+    const int first_fold = static_cast<int>(scratch_.folds.size()), first_step = static_cast<int>(scratch_.steps.size());
+    scratch_.folds.insert(scratch_.folds.end(), folds.begin(), folds.end());
+    if (recurrence().is_delta_net()) max_states_ = std::max(max_states_, add_walk(tree, places, folds, scratch_.steps));
+    scratch_.sequences.push_back({states.state(), states.stash(), first_row, rows, first_step,
+                                  static_cast<int>(scratch_.steps.size()) - first_step, first_fold,
+                                  static_cast<int>(folds.size())});
 }
 
 /// Finds the slots that each row sees: committed slots and its ancestors. Ancestors that follow without a gap extend
@@ -133,7 +192,7 @@ bool Model::Pass::can_drop_rows() const {
     const HiddenRequest& request = forest_.hidden_request;
     const int layers = model_.num_layers(), *wanted = forest_.wanted, *end = wanted + forest_.num_wanted;
     if (!layers || forest_.num_wanted == forest_.rows || skips(layers - 1, 0)) return false;
-    if (!model_.layers_[layers - 1]->output) return false;
+    if (!model_.layers_[layers - 1]->output || model_.layers_[layers - 1]->recurrent) return false;
     if (std::count(request.layers, request.layers + request.num_layers, layers)) return false;
     return std::adjacent_find(wanted, end, std::greater_equal<int>()) == end;
 }
@@ -160,7 +219,10 @@ void Model::Pass::run(Team::Member& member) {
     for (int number = 0; number < model_.num_layers(); ++number) {
         copy_hidden(number, member);
         const auto begin = trial ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
-        if (!skips(number, 0)) run_attention(number, member);
+        if (model_.layers_[number]->recurrent)
+            run_recurrent(number, skips(number, 0), member);
+        else if (!skips(number, 0))
+            run_attention(number, member);
         if (model_.layers_[number]->output && !skips(number, 1)) run_mlp(number, member);
         if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
@@ -178,7 +240,7 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 /// Computes logits of these rows of x, or of the first `count` rows if `rows` is null.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
-    normalize(model_.norm_, *model_.head_, rows, count, member);
+    normalize(model_.norm_, in_form_for(*model_.head_, normalized_), rows, count, member);
     multiply(model_.num_layers(), *model_.head_, *model_.head_, normalized_, count, scores_, model_.outputs(), false,
              member);
 }
@@ -226,7 +288,7 @@ void Model::Pass::run_attention(int number, Team::Member& member) {
     if (takes_states)
         normalize_tokens_and_states(layer, member);
     else
-        normalize(layer.attention_norm, *layer.qkv, nullptr, forest_.rows, member);
+        normalize(layer.attention_norm, in_form_for(*layer.qkv, normalized_), nullptr, forest_.rows, member);
     multiply(number, *layer.qkv, layer.output ? *layer.output : *layer.qkv,
              takes_states ? tokens_and_states_ : normalized_, forest_.rows, scratch_.mixed.data(),
              model_.shape_.heads.outputs(), false, member);
@@ -237,11 +299,50 @@ void Model::Pass::run_attention(int number, Team::Member& member) {
     add(number, *layer.output, *layer.gate_up, attended_, layer.attention_output_norm, member);
 }
 
+/// Runs a layer's delta net or short convolution; with `folds_only`, only its states take the accepted nodes in.
+void Model::Pass::run_recurrent(int number, bool folds_only, Team::Member& member) {
+    const Layer& layer = *model_.layers_[number];
+    const Recurrence& sizes = recurrence();
+    const int rows = forest_.rows, stride = sizes.outputs();
+    float* mixed = scratch_.mixed.data();
+    if (!folds_only) {
+        const int panels = layer.qkv->panels().count(), more = layer.strengths ? layer.strengths->panels().count() : 0;
+        Activations in = in_form_for(*layer.qkv, normalized_);
+        in.by_quarters = in.by_quarters && (!more || layer.strengths->takes_quarters());
+        normalize(layer.attention_norm, in, nullptr, rows, member);
+        const Prefetch prefetch = plan_prefetch(number, panels + more, *layer.output, member);
+        const Product inputs{layer.qkv->panels(), prefetch, in, rows, mixed, stride, false};
+        Product strengths = inputs;
+        if (more) strengths.weights = layer.strengths->panels(), strengths.out = mixed + sizes.inputs_end();
+        team_.share(member, panels + more, [&](int panel) {
+            panel < panels ? kernels_.product(inputs, panel) : kernels_.product(strengths, panel - panels);
+        });
+    }
+    const Recur task{sizes,
+                     *layer.recurrent,
+                     model_.numbers_[number],
+                     model_.shape_.epsilon,
+                     mixed,
+                     stride,
+                     scratch_.sequences.data(),
+                     scratch_.places.data(),
+                     scratch_.earlier.data(),
+                     scratch_.steps.data(),
+                     scratch_.folds.data(),
+                     folds_only,
+                     in_form_for(*layer.output, recurred_)};
+    float* states = scratch_.states.data() +
+                    static_cast<int64_t>(member.number) * kStateVectors * kLanes * sizes.key_depth * max_states_;
+    team_.share(member, static_cast<int>(scratch_.sequences.size()) * sizes.units(),
+                [&](int unit) { kernels_.recur(task, unit, states); });
+    if (!folds_only) add(number, *layer.output, *layer.gate_up, task.out, layer.attention_output_norm, member);
+}
+
 /// Runs a layer's MLP.
 void Model::Pass::run_mlp(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     const int middle = model_.shape_.middle, rows = num_rows_after(number);
-    normalize(layer.mlp_norm, *layer.gate_up, nullptr, rows, member);
+    normalize(layer.mlp_norm, in_form_for(*layer.gate_up, normalized_), nullptr, rows, member);
     const int groups = middle / kGroup;
     const GatedProduct gated{layer.gate_up->panels(), plan_prefetch(number, groups, *layer.down, member),
                              in_form_for(*layer.gate_up, normalized_), rows, in_form_for(*layer.down, gated_),
@@ -287,13 +388,12 @@ void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
 }
 
-/// Normalizes the input of the product with `weights`.
-void Model::Pass::normalize(const std::vector<float>& norm, const Matrix& weights, const int* rows, int count,
+/// Normalizes the input of a product.
+void Model::Pass::normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,
                             Team::Member& member) {
     const Shape& shape = model_.shape_;
     const float* weight = norm.empty() ? nullptr : norm.data();
-    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_,
-                         shape.epsilon,     rows,   in_form_for(weights, normalized_)};
+    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_, shape.epsilon, rows, out};
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 

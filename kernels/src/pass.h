@@ -21,6 +21,10 @@ struct Model::Scratch {
     std::vector<VisibleSlots> visible_slots;
     std::vector<QueryTile> tiles, last_tiles;  // last_tiles: for the last layer, if it has fewer rows
     std::vector<KeyValues> stores;  // [layers, spans]
+    std::vector<Sequence> sequences;  // the rows of each session; of models with recurrent layers only, as the following
+    std::vector<int> places, earlier, folds;
+    std::vector<WalkStep> steps;
+    Block<float> states;
     std::vector<const float*> mlp_biases;  // the MLP biases of each row, or null; empty if no row has one
 };
 
@@ -40,6 +44,10 @@ class Model::Pass {
   private:
     void find_visible_slots();
     void find_mlp_biases();
+    void plan_walks();
+    void plan_walk(std::size_t first_span, std::size_t end_span);
+    void run_recurrent(int number, bool folds_only, Team::Member& member);
+    const Recurrence& recurrence() const { return model_.shape_.recurrence; }
     void make_tiles(int rows, std::vector<QueryTile>& tiles);
     bool can_drop_rows() const;
     void drop_rows();
@@ -55,7 +63,7 @@ class Model::Pass {
     void score(const int* rows, int count, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
-    void normalize(const std::vector<float>& norm, const Matrix& weights, const int* rows, int count,
+    void normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,
                    Team::Member& member);
     void normalize_tokens_and_states(const Layer& layer, Team::Member& member);
     Prefetch plan_prefetch(int number, int units, const Matrix& next, const Team::Member& member) const;
@@ -72,8 +80,9 @@ class Model::Pass {
     float* scores_;
     int stride_;  // floats from one row of x to the next
     int max_slots_;  // the largest number of slots of a session's store
+    int max_states_ = 0;  // the largest number of states of a walk
     bool drops_rows_;  // the last layer's attention, and what follows, runs for wanted rows only
-    Activations normalized_, attended_, gated_;
+    Activations normalized_, attended_, gated_, recurred_;
     Activations tokens_and_states_;  // each row: its token's embedding, then its state x
 };
 

@@ -1,6 +1,7 @@
 #include "lanes_avx512.h"
 // The order matters: the following headers are compiled for the lanes above.
 #include "attention.h"
+#include "recurrent.h"
 #include "product.h"
 #include "ranking.h"
 #include "filtering.h"
@@ -8,6 +9,6 @@
 namespace outpace {
 
 extern const Kernels avx512_kernels;
-const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, add_normed, product, gated_product, rotate, attend, rank};
+const Kernels avx512_kernels = {"avx512_vnni", kQueries, normalize, add_normed, product, gated_product, rotate, attend, recur, rank};
 
 }  // namespace outpace

@@ -64,8 +64,12 @@ int whole(int slots) { return round_up(slots, 2 * kLanes); }
 
 }  // namespace
 
-Store::Store(const Heads& heads, int layers, int capacity, int slots)
-    : heads_(heads), layers_(layers), capacity_(whole(capacity)), data_(bytes_of(heads, layers, capacity)) {
+Store::Store(const Heads& heads, int layers, int capacity, int slots, const Recurrence& recurrence)
+    : heads_(heads),
+      layers_(layers),
+      capacity_(whole(capacity)),
+      data_(bytes_of(heads, layers, capacity)),
+      states_(recurrence.layers ? std::make_unique<States>(recurrence) : nullptr) {
     resize(slots);
 }
 
@@ -140,6 +144,7 @@ void Store::move(const std::vector<int>& source, int start) {
 
 void Store::copy(const Store& other, int count) {
     for (int number = 0; number < layers_; ++number) copy_in(number, other, count);
+    if (states_) states_->copy(*other.states_);
 }
 
 void Store::read(int layer_number, int count, float* out) const {

@@ -1,25 +1,28 @@
-// One session's keys and values, all layers.
+// One session's keys and values, all layers, and its recurrent states.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
 #include "reserved.h"
+#include "states.h"
 
 namespace outpace {
 
 /// Slots for keys and values that grow on demand. `Model::forward` writes them; they are moved and copied here.
 class Store {
   public:
-    /// Reserves addresses for `capacity` slots and allocates `slots`.
-    Store(const Heads& heads, int layers, int capacity, int slots);
+    /// Reserves addresses for `capacity` slots and allocates `slots`. `layers`: with keys and values.
+    Store(const Heads& heads, int layers, int capacity, int slots, const Recurrence& recurrence = {});
 
     int capacity() const { return capacity_; }
     int slots() const { return slots_; }
     int layers() const { return layers_; }
-    std::size_t bytes() const { return data_.bytes(); }
+    std::size_t bytes() const { return data_.bytes() + (states_ ? states_->bytes() : 0); }
     const Heads& heads() const { return heads_; }
     KeyValues layer(int number) const;
+    States* states() const { return states_.get(); }  // null without recurrent layers
 
     /// Resizes to at least `slots` slots; later ones are lost. The heads' slots are moved in place, so that each head
     /// stays contiguous as attention reads it. On std::bad_alloc it is unchanged.
@@ -47,6 +50,7 @@ class Store {
     Heads heads_;
     int layers_, capacity_, slots_ = 0;
     Reserved data_;
+    std::unique_ptr<States> states_;
 };
 
 }  // namespace outpace

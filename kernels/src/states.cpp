@@ -1,0 +1,81 @@
+#include "states.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace outpace {
+
+States::States(const Recurrence& sizes) : sizes_(sizes), state_(sizes.state_size() * sizes.layers) {
+    std::fill_n(state_.data(), state_.size(), 0.0f);
+}
+
+void States::add(int count) {
+    const int missing = count - static_cast<int>(free_.size());
+    std::vector<Block<float>> more;
+    for (int i = 0; i < missing; ++i) more.emplace_back(sizes_.stash_size() * sizes_.layers);
+    for (Block<float>& block : more) {
+        const auto unused = std::find(stash_.begin(), stash_.end(), nullptr);
+        const int place = static_cast<int>(unused - stash_.begin());
+        if (unused == stash_.end()) {
+            stash_.push_back(nullptr);
+            blocks_.emplace_back();
+        }
+        stash_[place] = block.data();
+        blocks_[place] = std::move(block);
+        free_.push_back(place);
+    }
+    for (int i = 0; i < count; ++i) {
+        pending_.push_back(free_.back());
+        free_.pop_back();
+    }
+}
+
+void States::keep(const std::vector<int>& path, const std::vector<int>& live) {
+    std::vector<bool> is_kept(pending_.size());
+    for (const auto* nodes : {&path, &live})
+        for (int node : *nodes) {
+            if (node < 0 || node >= pending() || is_kept[node]) throw std::invalid_argument("a node is not pending");
+            is_kept[node] = true;
+        }
+    for (int node : path) folds_.push_back(pending_[node]);
+    std::vector<int> left;
+    for (int node : live) left.push_back(pending_[node]);
+    for (int node = 0; node < pending(); ++node)
+        if (!is_kept[node]) free_.push_back(pending_[node]);
+    pending_ = std::move(left);
+}
+
+void States::end_folds() {
+    free_.insert(free_.end(), folds_.begin(), folds_.end());
+    folds_.clear();
+}
+
+void States::copy(const States& other) {
+    keep({}, {});
+    end_folds();
+    add(static_cast<int>(other.folds_.size()));
+    folds_.swap(pending_);
+    std::copy_n(other.state_.data(), state_.size(), state_.data());
+    for (std::size_t i = 0; i < folds_.size(); ++i)
+        std::copy_n(other.stash_[other.folds_[i]], blocks_[folds_[i]].size(), stash_[folds_[i]]);
+}
+
+void States::trim() {
+    for (int place : free_) {
+        blocks_[place] = Block<float>();
+        stash_[place] = nullptr;
+    }
+    free_.clear();
+}
+
+std::size_t States::bytes() const {
+    std::size_t total = state_.bytes();
+    for (const Block<float>& block : blocks_) total += block.bytes();
+    return total;
+}
+
+std::size_t States::bytes_of(const Recurrence& sizes, int places) {
+    return (sizes.state_size() + sizes.stash_size() * places) * sizes.layers * sizeof(float);
+}
+
+}  // namespace outpace
