@@ -12,7 +12,8 @@ namespace {
 
 // Fingerprints of all logits below and of products with a file's weights; they change only with the arithmetic.
 constexpr uint64_t kBits = 0xd50607931a342ad9, kStoredBits = 0x88a8353af8da46aa, kExtraBits = 0xcb6177d5d6e3f37a,
-                   kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc;
+                   kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc,
+                   kRecurrentBits = 0x7c358967cd05e35c;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;
@@ -174,6 +175,8 @@ void test_all() {
     }
     std::printf("a file's weights %016llx, four bits of GPTQ and AWQ %016llx, ", static_cast<unsigned long long>(stored),
                 static_cast<unsigned long long>(ours));
+    const uint64_t recurrent = test_recurrent();
+    std::printf("recurrent %016llx, ", static_cast<unsigned long long>(recurrent));
     std::printf("Gemma %016llx, ", static_cast<unsigned long long>(gemma));
     std::printf("extras %016llx, int8 keys and values %016llx, ", static_cast<unsigned long long>(more),
                 static_cast<unsigned long long>(bytes));
@@ -184,6 +187,7 @@ void test_all() {
     check(stored == kStoredBits, "the bits of a file's weights that machines are to have in common");
     check(ours == kOurBits, "the bits of GPTQ's and AWQ's weights that machines are to have in common");
     check(gemma == kGemmaBits, "the bits of windows, rotations, norms behind sublayers and GELU");
+    check(recurrent == kRecurrentBits, "the bits of recurrent layers and gated attention");
     check(more == kExtraBits, "the bits of hidden states, skipped layers, vectors and MLP biases");
     check(bytes == kByteBits, "the bits of keys and values in int8");
 }
