@@ -228,10 +228,25 @@ Recurrence make_recurrence(int layers, int filter_length, int channels, int key_
     return {layers, filter_length, channels, key_heads, value_heads, key_depth, value_depth, is_tiled};
 }
 
+States& states_of(const Store& store) {
+    if (!store.states()) throw std::invalid_argument("the store has no recurrent states");
+    return *store.states();
+}
+
 /// Commits pending nodes of the recurrent states, as of the slots.
 void keep(Store& store, const std::vector<int>& path, const std::vector<int>& live) {
-    if (!store.states()) throw std::invalid_argument("the store has no recurrent states");
-    store.states()->keep(path, live);
+    states_of(store).keep(path, live);
+}
+
+void save(const Store& store, const Array<float, 1>& out) {
+    if (out.size() != states_of(store).size()) throw std::invalid_argument("out has the wrong shape");
+    states_of(store).save(out.data());
+}
+
+void load(Store& store, const Array<const float, 1>& saved) {
+    if (saved.is_valid() && saved.size() != states_of(store).size())
+        throw std::invalid_argument("the saved state is of another model");
+    states_of(store).load(saved.is_valid() ? saved.data() : nullptr);
 }
 
 std::size_t store_bytes(const Heads& heads, int layers, int slots, const Recurrence& recurrence, int places) {
@@ -252,8 +267,6 @@ void copy(Store& store, const Store& other, int count) {
     check_count(other, count);
     if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
         store.heads().depth != other.heads().depth || store.heads().kv_format != other.heads().kv_format)
-        throw std::invalid_argument("the other store is of another model");
-    if (!store.states() != !other.states() || (store.states() && store.states()->sizes() != other.states()->sizes()))
         throw std::invalid_argument("the other store is of another model");
     store.copy(other, count);
 }
@@ -346,7 +359,10 @@ NB_MODULE(_native, m) {
         .def_static("bytes_of", &store_bytes, "heads"_a, "layers"_a, "slots"_a, "recurrence"_a = Recurrence{},
                     "places"_a = 0)
         .def("keep", &keep, "path"_a, "live"_a)
-        .def("trim_states", [](Store& store) { if (store.states()) store.states()->trim(); })
+        .def("trim_states", [](Store& store) { states_of(store).trim(); })
+        .def_prop_ro("state_size", [](const Store& store) { return states_of(store).size(); })
+        .def("save_state", &save, "out"_a)
+        .def("load_state", &load, "saved"_a.none())
         .def("resize", &resize, "slots"_a)
         .def("move", [](Store& store, const std::vector<int>& source, int start) {
             check_slots(store, source, start);

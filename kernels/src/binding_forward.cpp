@@ -159,6 +159,7 @@ void bind_forward(nb::class_<Model>& model) {
              "position_gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "mlp_bias"_a = Grids{})
         .def("score", &score, "spans"_a, "tokens"_a, "positions"_a, "rope_table"_a, "wanted"_a, "scores"_a,
              "count"_a, "num_logits"_a, "token_ids"_a.none())
+        .def("fold", &Model::fold, "store"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("project", &project, "hidden"_a, "scores"_a);
 }
 

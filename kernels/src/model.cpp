@@ -169,6 +169,16 @@ void Model::forward(const Forest& forest, float* scores) {
         for (const Span& span : forest.spans) span.store->states()->end_folds();
 }
 
+void Model::fold(Store& store) {
+    require(store.states() && store.states()->sizes() == shape_.recurrence, "a store is of another model");
+    Forest forest{};
+    forest.spans.push_back({&store, 0, store.states()->pending(), 0, nullptr});
+    std::lock_guard<std::mutex> alone(running_);
+    Pass pass(*this, forest, nullptr);
+    team_.run(pass.phases(), [&](Team::Member& member) { pass.fold(member); });
+    store.states()->end_folds();
+}
+
 void Model::project(const float* hidden, int rows, float* scores) {
     if (rows == 0) return;
     Forest forest{};

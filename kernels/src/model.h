@@ -102,6 +102,9 @@ class Model {
     /// Computes logits [num_wanted, outputs]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
     void forward(const Forest& forest, float* scores);
 
+    /// Takes the accepted nodes of a session into its recurrent states.
+    void fold(Store& store);
+
     /// Computes logits [rows, outputs] of hidden states [rows, hidden] from before the final norm, if there is one.
     void project(const float* hidden, int rows, float* scores);
 

@@ -231,6 +231,11 @@ void Model::Pass::run(Team::Member& member) {
     if (forest_.after) team_.share(member, forest_.num_wanted, forest_.after);
 }
 
+void Model::Pass::fold(Team::Member& member) {
+    for (int number = 0; number < model_.num_layers(); ++number)
+        if (model_.layers_[number]->recurrent) run_recurrent(number, true, member);
+}
+
 void Model::Pass::project(const float* hidden, Team::Member& member) {
     const int size = model_.shape_.hidden;
     team_.share(member, forest_.rows, [&](int row) { copy_input(hidden + static_cast<int64_t>(row) * size, row); });

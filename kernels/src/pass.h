@@ -38,6 +38,9 @@ class Model::Pass {
     /// Runs on every member of the team.
     void run(Team::Member& member);
 
+    /// Takes accepted nodes into the recurrent states only.
+    void fold(Team::Member& member);
+
     /// Runs the final norm and the output layer only, for given hidden states.
     void project(const float* hidden, Team::Member& member);
 

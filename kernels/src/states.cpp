@@ -5,9 +5,7 @@
 
 namespace outpace {
 
-States::States(const Recurrence& sizes) : sizes_(sizes), state_(sizes.state_size() * sizes.layers) {
-    std::fill_n(state_.data(), state_.size(), 0.0f);
-}
+States::States(const Recurrence& sizes) : sizes_(sizes), state_(sizes.state_size() * sizes.layers) { load(nullptr); }
 
 void States::add(int count) {
     const int missing = count - static_cast<int>(free_.size());
@@ -50,14 +48,18 @@ void States::end_folds() {
     folds_.clear();
 }
 
-void States::copy(const States& other) {
+void States::save(float* out) const {
+    if (!folds_.empty()) throw std::invalid_argument("the state lacks accepted nodes");
+    std::copy_n(state_.data(), state_.size(), out);
+}
+
+void States::load(const float* saved) {
     keep({}, {});
     end_folds();
-    add(static_cast<int>(other.folds_.size()));
-    folds_.swap(pending_);
-    std::copy_n(other.state_.data(), state_.size(), state_.data());
-    for (std::size_t i = 0; i < folds_.size(); ++i)
-        std::copy_n(other.stash_[other.folds_[i]], blocks_[folds_[i]].size(), stash_[folds_[i]]);
+    if (saved)
+        std::copy_n(saved, state_.size(), state_.data());
+    else
+        std::fill_n(state_.data(), state_.size(), 0.0f);
 }
 
 void States::trim() {

@@ -17,6 +17,7 @@ class States {
     const Recurrence& sizes() const { return sizes_; }
     float* state() const { return state_.data(); }
     float* const* stash() const { return stash_.data(); }
+    std::size_t size() const { return state_.size(); }
     int pending() const { return static_cast<int>(pending_.size()); }
 
     /// Returns the places of the pending nodes, and of the accepted ones, in their order.
@@ -32,8 +33,11 @@ class States {
     /// Frees the places of the accepted nodes, which a pass has taken in.
     void end_folds();
 
-    /// Copies what another session's committed tokens left.
-    void copy(const States& other);
+    /// Copies the committed state, of which no accepted node may be missing: [layers, state_size] floats.
+    void save(float* out) const;
+
+    /// Continues from a saved state, or from the beginning of a text with null. Nothing is pending then.
+    void load(const float* saved);
 
     /// Frees unused memory.
     void trim();

@@ -144,7 +144,6 @@ void Store::move(const std::vector<int>& source, int start) {
 
 void Store::copy(const Store& other, int count) {
     for (int number = 0; number < layers_; ++number) copy_in(number, other, count);
-    if (states_) states_->copy(*other.states_);
 }
 
 void Store::read(int layer_number, int count, float* out) const {

@@ -34,7 +34,7 @@ class Store {
     /// Moves slots source[0], source[1], ... to start, start + 1, ...; they may overlap.
     void move(const std::vector<int>& source, int start);
 
-    /// Copies the first `count` slots of another store of the same shape.
+    /// Copies the first `count` slots of another store of the same shape, without states.
     void copy(const Store& other, int count);
 
     /// Reads one layer's keys and values of the first `count` slots: [2, kv_heads, count, depth] floats.

@@ -172,16 +172,25 @@ void check_random_trees(const Hybrid& hybrid, Model& model, Reference& reference
 
 /// Sessions copied, trimmed, and with skipped layers.
 void check_sessions(const Hybrid& hybrid, Model& model, Reference& reference) {
-    Session session(hybrid);
-    score(model, {session.part({-1, 0, 1, 2, 3, 4}, {1, 2, 3, 4, 5, 6})});
-    session.keep({0, 1, 2, 3, 4, 5});
-    Session other(hybrid);
+    Session session(hybrid), other(hybrid), unfolded(hybrid);
+    for (Session* each : {&session, &unfolded}) {
+        score(model, {each->part({-1, 0, 1, 2, 3, 4}, {1, 2, 3, 4, 5, 6})});
+        each->keep({0, 1, 2, 3, 4, 5});
+    }
+    std::vector<float> saved(session.store.states()->size());
+    check_throws([&] { session.store.states()->save(saved.data()); }, "a state that lacks nodes is not saved");
+    score(model, {other.part({-1}, {8})});
     other.store.copy(session.store, 6);
+    model.fold(session.store);
+    session.store.states()->save(saved.data());
+    other.store.states()->load(saved.data());
+    other.parents.clear();
+    other.tokens.clear();
     other.committed = session.committed;
     session.store.states()->trim();
     const int layers = static_cast<int>(hybrid.is_recurrent.size());
     std::vector<char> skipped(2 * layers, 1);
-    for (Session* each : {&session, &other}) {
+    for (Session* each : {&session, &other, &unfolded}) {
         score(model, {each->part({-1}, {9})}, [&](Forest& forest) {  // its layers are skipped, but the accepted are folded
             forest.skipped = reinterpret_cast<const bool*>(skipped.data());
         });
