@@ -77,11 +77,14 @@ class Matrix:
             whole[chosen] = values.reshape(len(chosen), -1)[:, : self.inputs]
         return whole
 
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        """Round x [rows, inputs] float32 to int8 and return W x + bias [rows, outputs], adding part after part."""
+    def __call__(self, x: np.ndarray, shared: int = 0) -> np.ndarray:
+        """Round x [rows, inputs] float32 to int8 and return W x + bias [rows, outputs], adding part after part.
+
+        `shared`: the number of inputs that share a scale, by default the matrix's own.
+        """
         total = np.zeros((len(x), self.outputs), F)
         for chosen, parts in self.sections:
-            total[:, chosen] = _times(parts, *quantize(x, self.shared))
+            total[:, chosen] = _times(parts, *quantize(x, shared or self.shared))
         return total if self.bias is None else total + self.bias
 
 

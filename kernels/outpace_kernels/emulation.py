@@ -35,6 +35,8 @@ from outpace_kernels.emulated_numbers import (
 )
 from outpace_kernels.emulated_numbers import MAX_DEPTH as MAX_DEPTH
 from outpace_kernels.emulated_numbers import sum_lanes as sum_lanes
+from outpace_kernels.emulated_recurrence import Recurrence as Recurrence
+from outpace_kernels.emulated_recurrence import RecurrentWeights, States, compute_row, sigmoid
 
 FORMATS = {name: form.inputs for name, form in FILE_FORMATS.items()}
 
@@ -63,6 +65,24 @@ class Layer:
     mlp_output_norm: Sequence[float] = field(default_factory=list)
     token_norm: Sequence[float] = field(default_factory=list)
     is_causal: bool = False
+    recurrent_weights: RecurrentWeights | None = None
+
+    @classmethod
+    def recurrent(
+        cls,
+        attention_norm: np.ndarray,
+        mlp_norm: np.ndarray,
+        input: Matrix,
+        output: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        filters: np.ndarray,
+        strengths: Matrix | None = None,
+        **numbers: Sequence[float],
+    ) -> Layer:
+        """Return a layer with a delta net or, without rates, a short convolution."""
+        weights = RecurrentWeights(filters, strengths, **numbers)
+        return cls(attention_norm, mlp_norm, input, output, gate_up, down, recurrent_weights=weights)
 
     def to_kv_only(self) -> Layer:
         """Return a layer that stores the keys and values of states that are normed already, and does nothing else."""
@@ -79,21 +99,28 @@ class Heads:
     kv_dtype: str
     epsilon: float
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(depth)
+    gated: bool = False
+
+
+NO_RECURRENCE = Recurrence()
 
 
 class Store:
-    """Keys and values [layers, 2, kv_heads, slots, depth]."""
+    """Keys and values [layers, 2, kv_heads, slots, depth], and recurrent states."""
 
-    def __init__(self, heads: Heads, layers: int, capacity: int, slots: int = -1) -> None:
-        self.kv_dtype = heads.kv_dtype
+    def __init__(
+        self, heads: Heads, layers: int, capacity: int, slots: int = -1, recurrence: Recurrence = NO_RECURRENCE
+    ) -> None:
+        self.kv_dtype, self.states = heads.kv_dtype, States(recurrence)
         self.data = np.zeros((layers, 2, heads.keys, capacity if slots < 0 else slots, heads.depth), F)
 
     @staticmethod
-    def bytes_of(heads: Heads, layers: int, slots: int) -> int:
-        """Return the bytes of `slots` slots."""
+    def bytes_of(heads: Heads, layers: int, slots: int, recurrence: Recurrence = NO_RECURRENCE, places: int = 0) -> int:
+        """Return the bytes of `slots` slots, of the states, and of what `places` nodes stash."""
         entry = heads.depth * KV_DTYPES[heads.kv_dtype]
         scales = -(-heads.depth // SCALED) * 2 if heads.kv_dtype == "int8" else 0
-        return layers * 2 * heads.keys * slots * (entry + scales)
+        states = recurrence.layers * (recurrence.state_size + places * recurrence.stash_size) * 4
+        return layers * 2 * heads.keys * slots * (entry + scales) + states
 
     def resize(self, slots: int) -> None:
         """Add or drop slots at the end."""
@@ -115,6 +142,25 @@ class Store:
     def copy(self, other: Store, count: int) -> None:
         """Copy the first `count` slots of another store."""
         self.data[..., :count, :] = other.data[..., :count, :]
+
+    def keep(self, path: Sequence[int], live: Sequence[int]) -> None:
+        """Commit pending nodes of the recurrent states."""
+        self.states.keep(path, live)
+
+    def trim_states(self) -> None:
+        """Free unused memory."""
+
+    @property
+    def state_size(self) -> int:
+        return len(self.states.save())
+
+    def save_state(self, out: np.ndarray) -> None:
+        """Copy the recurrent states."""
+        out[:] = self.states.save()
+
+    def load_state(self, saved: np.ndarray | None) -> None:
+        """Continue from saved states."""
+        self.states.load(saved)
 
     def read(self, layer: int, count: int, out: np.ndarray) -> None:
         """Return one layer's first `count` slots."""
@@ -141,7 +187,11 @@ class Model:
         rotations: int = 1,
         embedding_scale: float = 1.0,
         gelu: bool = False,
+        recurrence: Recurrence = NO_RECURRENCE,
     ) -> None:
+        self.recurrence = recurrence
+        kinds = [layer.recurrent_weights is not None for layer in layers]
+        self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among layers of its kind
         self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu
         self.heads, self.epsilon, self.layers = heads, epsilon, layers
         self.embedding, self.norm, self.head, self.outputs = embedding, norm, head, head.outputs
@@ -167,6 +217,9 @@ class Model:
         x *= self.embedding_scale
         rows = _rows_of(spans)
         embedded = x.copy()
+        for store, _, pending, count, _ in spans:
+            store.states.fold()
+            store.states.pending[pending:] = [{} for _ in range(count)]
         for number, vectors in inputs.items():
             x[rows[number]] = vectors
         for number in range(len(self.layers) + 1):
@@ -216,12 +269,37 @@ class Model:
     ) -> np.ndarray:
         """Run a layer's attention."""
         layer, normed = self.layers[number], self._normed(x, self.layers[number].attention_norm)
+        if layer.recurrent_weights:
+            return x + layer.output(self._recur(number, normed, spans))
         if len(layer.token_norm):
             tokens = self._normed(embedded, np.array(layer.token_norm, F))
             normed = np.concatenate([_whole_groups(tokens), _whole_groups(normed)], axis=1)
         mixed = layer.qkv(normed)
         attended = self._attend(number, mixed, rope_rows, spans, position_gaps)
         return self._added(x, layer.output(attended), layer.attention_output_norm) if layer.output else x
+
+    def _recur(self, number: int, normed: np.ndarray, spans: Sequence[Any]) -> np.ndarray:
+        """Return the inputs of a recurrent layer's output matrix."""
+        layer, weights, place = self.layers[number], self.layers[number].recurrent_weights, self.numbers[number]
+        assert weights is not None
+        mixed = layer.qkv(normed)
+        if weights.strengths:
+            shared = max(layer.qkv.shared, weights.strengths.shared)  # both read the same rounded inputs
+            mixed = np.concatenate([layer.qkv(normed, shared), weights.strengths(normed, shared)], axis=1)
+        out = []
+        for store, _, pending, count, sees in spans:
+            for node in range(count):
+                state = store.states.layers[place]
+                for other in np.flatnonzero(sees[node])[:-1]:
+                    state = state.with_node(store.states.pending[other][place])
+                row, stashed = compute_row(self.recurrence, weights, mixed[len(out)], state, self.epsilon)
+                store.states.pending[pending + node][place] = stashed
+                out.append(row)
+        return np.stack(out)
+
+    def fold(self, store: Store) -> None:
+        """Take the accepted nodes of a session into its recurrent states."""
+        store.states.fold()
 
     def _run_mlp(self, number: int, x: np.ndarray, mlp_bias: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
         """Run a layer's MLP."""
@@ -248,9 +326,10 @@ class Model:
         position_gaps: Mapping[int, int],
     ) -> np.ndarray:
         """Return every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
-        heads, layer = self.heads, self.layers[number]
+        heads, layer, slot_layer = self.heads, self.layers[number], self.numbers[number]
         parts = mixed.reshape(len(mixed), -1, heads.depth)
-        queries, keys, values = np.split(parts, [heads.queries, heads.queries + heads.keys], axis=1)
+        ends = np.cumsum([heads.queries, heads.keys, heads.keys])
+        queries, keys, values, gates = np.split(parts, ends, axis=1)
         angles = rope_rows.reshape(len(rope_rows), self.rotations, -1, 2)[:, layer.rotation]
         angles = angles if layer.rotates else np.broadcast_to(np.array([1, 0], F), angles.shape)
         scale = F(heads.scale) if heads.scale else F(1) / np.sqrt(F(heads.depth))
@@ -260,15 +339,16 @@ class Model:
         for place, (store, committed, pending, count, sees) in enumerate(spans):
             there = range(committed - position_gaps.get(place, 0))
             for node in range(count):
-                store.put(number, committed + pending + node, keys[row + node], values[row + node])
+                store.put(slot_layer, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
                 slots = np.array([*there, *(committed + np.flatnonzero(sees[node]))])
                 own = np.searchsorted(slots, committed + pending + node) + 1
                 first = max(own - layer.window, 0) if layer.window else 0
                 slots = slots[first : own if layer.is_causal else None]
-                out.append(self._mix(queries[row + node], *store.data[number][:, :, slots]))
+                out.append(self._mix(queries[row + node], *store.data[slot_layer][:, :, slots]))
             row += count
-        return groups_of(np.stack(out)).reshape(len(mixed), -1)
+        results = np.stack(out) * sigmoid(gates) if heads.gated else np.stack(out)
+        return groups_of(results).reshape(len(mixed), -1)
 
     def _rotate(self, x: np.ndarray, norm: Sequence[float], rope_rows: np.ndarray) -> np.ndarray:
         """Normalize heads [rows, heads, depth] if there is a norm and rotate their pairs (i, i + depth / 2)."""

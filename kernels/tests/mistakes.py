@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from arithmetic_mistakes import ARITHMETIC
 from pass_mistakes import PASSES
+from recurrent_mistakes import RECURRENT
 
-MUTATIONS = (*ARITHMETIC, *PASSES)
+MUTATIONS = (*ARITHMETIC, *PASSES, *RECURRENT)

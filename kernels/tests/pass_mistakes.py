@@ -112,5 +112,5 @@ PASSES = (
     Mutation("tokens are not checked", "model.cpp", "token >= 0 && token < embedding_->outputs()", "true"),
     Mutation("spans are not checked", "model.cpp",
              "span.committed + span.pending + span.tokens <= span.store->slots()", "true"),
-    Mutation("stores are not checked", "model.cpp", "span.store->layers() == num_layers()", "true"),
+    Mutation("stores are not checked", "model.cpp", "span.store->layers() == num_attention_layers()", "true"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ namespace {
 // Fingerprints of all logits below and of products with a file's weights; they change only with the arithmetic.
 constexpr uint64_t kBits = 0xd50607931a342ad9, kStoredBits = 0x88a8353af8da46aa, kExtraBits = 0xcb6177d5d6e3f37a,
                    kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc,
-                   kRecurrentBits = 0x7c358967cd05e35c;
+                   kRecurrentBits = 0x5c27dc56635814fb;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
     std::vector<float> expected;

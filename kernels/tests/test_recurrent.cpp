@@ -13,7 +13,9 @@ struct Hybrid {
     Recurrence recurrence;
     Heads heads;
     std::vector<bool> is_recurrent;
-    int hidden, vocabulary = 40;
+    int hidden;
+    Format format = Format::f32;  // of a recurrent layer's input matrix
+    int vocabulary = 40;
 
     Store store() const {
         return Store(heads, static_cast<int>(is_recurrent.size()) - recurrence.layers, 100, 100, recurrence);
@@ -50,7 +52,9 @@ std::unique_ptr<Model> make_model(const Hybrid& hybrid, const Kernels* kernels, 
                 layer->strengths = make(2 * sizes.value_heads, hidden);
             }
             layer->recurrent = weights;
-            layer->qkv = make(sizes.inputs_end(), hidden);
+            Sizes stored{};
+            stored.format = hybrid.format, stored.is_rounded = false;
+            layer->qkv = matrix(random, stored, sizes.inputs_end(), hidden, arena);
             layer->output = make(hidden, sizes.output_groups() * kGroup);
         } else {
             layer->qkv = make(hybrid.heads.outputs(), hidden);
@@ -214,6 +218,7 @@ uint64_t test_recurrent() {
         {delta_net(3, 2, 4, 32, 48, false), gated_heads(), {true, false, true, true}, 72},
         {delta_net(2, 2, 4, 16, 16, true), gated_heads(), {true, true, false}, 64},
         {delta_net(1, 3, 3, 48, 80, false), gated_heads(), {false, true, false}, 64},
+        {delta_net(1, 1, 2, 16, 32, false), gated_heads(), {true, false}, 256, Format::q6_k},
         {{2, 3, 80}, gated_heads(), {true, false, true}, 80},
     };
     std::vector<float> all;

@@ -47,8 +47,14 @@ def read_formats(kernels: Any) -> tuple[str, ...]:
 
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
     """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
-    if config.recurrence:
-        raise UnsupportedShape(f"its layers include a {config.recurrence.kind}, which native kernels do not have")
+    sizes = config.recurrence
+    depths = {"channels": sizes.channels} if sizes else {}
+    if sizes and sizes.is_delta_net:
+        depths |= {"linear_key_head_dim": sizes.key_depth, "linear_value_head_dim": sizes.value_depth}
+    for name, depth in depths.items():
+        if depth % kernels.LANES or (name != "channels" and depth > kernels.MAX_DEPTH):
+            most = "" if name == "channels" else f" up to {kernels.MAX_DEPTH}"
+            raise UnsupportedShape(f"{name} is {depth}, native kernels take multiples of {kernels.LANES}{most}")
     if config.head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
         raise UnsupportedShape(
             f"head_dim is {config.head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 DEFAULT = NativeOptions()
 
+USUAL_PLACES = 16  # pending nodes whose stash is counted as a session's memory
+
 NativeRows = tuple[Any, int, int, int, bytes]
 """A session's store, its numbers of committed, pending and new nodes, and a mask: a byte for each new node and each
 pending node that it may see."""
@@ -116,6 +118,15 @@ class Forest:
         self.extras.setdefault(name, {})[number] = value
 
 
+def native_recurrence(kernels: Any, config: LlamaConfig) -> dict[str, Any]:
+    """Return the kernels' argument for the sizes of recurrent layers; {} without such layers."""
+    sizes, layers = config.recurrence, config.num_recurrent_layers
+    if sizes is None or not layers:
+        return {}
+    heads = (sizes.key_heads, sizes.value_heads, sizes.key_depth, sizes.value_depth, sizes.is_tiled)
+    return {"recurrence": kernels.Recurrence(layers, sizes.filter_length, sizes.channels, *heads)}
+
+
 def host_floats(values: Tensor | np.ndarray) -> np.ndarray:
     """Return a contiguous float32 array on the host."""
     host = values if isinstance(values, np.ndarray) else values.detach().cpu().numpy()
@@ -127,12 +138,35 @@ class NativeSession(Session):
 
     def __init__(self, capacity: int, max_pending: int, model: NativeLlama) -> None:
         super().__init__(capacity, max_pending)
-        self.config = model.config
-        self.store = model.kernels.Store(model.heads, model.config.num_layers, model.max_positions + max_pending, 0)
+        self.config, self._model = model.config, model
+        layers, slots = model.config.num_attention_layers, model.max_positions + max_pending
+        self.store = model.kernels.Store(model.heads, layers, slots, 0, **model.recurrence)
+        self.is_recurrent = bool(model.recurrence)
+
+    def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        super().keep(path, live)
+        if self.is_recurrent:
+            self.store.keep(list(path), list(live))
+
+    def trim(self) -> None:
+        super().trim()
+        if self.is_recurrent:
+            self.store.trim_states()
+
+    def _save_state(self) -> np.ndarray:
+        self._model.model_for_thread().fold(self.store)
+        saved = np.empty(self.store.state_size, np.float32)
+        self.store.save_state(saved)
+        return saved
+
+    def _load_state(self, saved: np.ndarray | None) -> None:
+        self.store.load_state(saved)
 
     def read(self, length: int) -> np.ndarray:
-        """Return the first `length` slots: float32 [layers, keys then values, kv_heads, slots, head_dim]"""
-        out = np.empty((self.config.num_layers, 2, self.config.num_kv_heads, length, self.config.head_dim), np.float32)
+        """Return the first `length` slots: float32 [attention layers, keys then values, kv_heads, slots, head_dim]"""
+        out = np.empty(
+            (self.config.num_attention_layers, 2, self.config.num_kv_heads, length, self.config.head_dim), np.float32
+        )
         for layer, place in enumerate(out):
             self.store.read(layer, length, place)
         return out
@@ -186,7 +220,7 @@ class NativeLlama(Model):
     precision = INT8
     session_type: type[NativeSession] = NativeSession
     usual_kv = NATIVE_KV  # the type of keys and values that a profile does not name
-    capabilities = frozenset(Capability)
+    capabilities = frozenset(Capability)  # without recurrent layers
 
     def __init__(
         self, config: LlamaConfig, layers: Sequence[Any], ends: EmbeddingAndHead, options: NativeOptions
@@ -202,7 +236,11 @@ class NativeLlama(Model):
         self._layers, self.ends = layers, ends
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
+        self.recurrence = native_recurrence(self.kernels, config)
+        if self.recurrence:  # states cannot leave out committed tokens
+            self.capabilities = self.capabilities - {Capability.LENGTH}
         scale = {"scale": config.query_scale} if config.query_scale else {}
+        scale |= {"gated": True} if config.output_gate else {}
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
         )
@@ -231,6 +269,7 @@ class NativeLlama(Model):
             rotations=len(config.rotations),
             embedding_scale=config.embedding_scale,
             gelu=config.activation == GELU,
+            **self.recurrence,
         )
 
     def limit_threads(self, max_threads: int | None = None, leave: int = 0) -> None:
@@ -251,7 +290,9 @@ class NativeLlama(Model):
 
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
-        total: int = self.kernels.Store.bytes_of(self.heads, self.config.num_layers, slots)
+        places = {"places": USUAL_PLACES} if self.recurrence else {}
+        layers = self.config.num_attention_layers
+        total: int = self.kernels.Store.bytes_of(self.heads, layers, slots, **self.recurrence, **places)
         return total
 
     @property

@@ -144,6 +144,8 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
     """Build the kernels' layer `number` from Hugging Face weight names."""
     config = config if number == 0 else replace(config, takes_features=False, norms_features=True)
     prefix = f"model.layers.{number}."
+    if config.is_recurrent(number):
+        return _load_recurrent_layer(packing, config, prefix, fetch)
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
 
     def norm(name: str, is_there: bool) -> list[float]:
@@ -167,6 +169,43 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
     )
 
 
+def _load_recurrent_layer(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+    """Build a layer with a delta net or a short convolution."""
+    sizes, norms = (
+        config.recurrence,
+        [_norm(config, fetch, prefix + name) for name in ("input_layernorm", config.mlp_norm)],
+    )
+    assert sizes is not None
+    part, inputs, chunk = prefix + "conv.", [""], sizes.channels
+    if sizes.is_delta_net:
+        part, inputs, chunk = prefix + "linear_attn.", ["_qkv", "_z"], sizes.value_depth
+    kernel = fetch(part + ("conv1d.weight" if sizes.is_delta_net else "conv.weight"))
+    weights: dict[str, Any] = {"filters": np.ascontiguousarray(kernel.reshape(sizes.channels, -1).T)}
+    if sizes.is_delta_net:
+        rates = -np.exp(fetch(part + "A_log").astype(np.float64))
+        weights |= {
+            "strengths": _stacked(packing, fetch, [f"{part}in_proj{name}" for name in ("_b", "_a")]),
+            "rates": rates.astype(np.float32).tolist(),
+            "time_bias": fetch(part + "dt_bias").tolist(),
+            "norm": fetch(part + "norm.weight").tolist(),
+        }
+    return packing.kernels.Layer.recurrent(
+        *norms,
+        _stacked(packing, fetch, [f"{part}in_proj{name}" for name in inputs]),
+        _padded_inputs(packing, fetch, part + "out_proj", chunk, False),
+        _gate_up(packing, config, prefix + "mlp.", fetch),
+        _padded_inputs(packing, fetch, prefix + "mlp.down_proj", config.intermediate_size, config.mlp_bias),
+        **weights,
+    )
+
+
+def _stacked(packing: Packing, fetch: Fetch, names: Sequence[str]) -> Any:
+    """Pack the rows of matrices without biases, one matrix after the other."""
+    found = fetch.layer_matrices(packing, *(name + ".weight" for name in names))
+    packed = stack_stored(packing, found.blocks, [], fetch.rounded) if found.blocks else None
+    return packed or packing.of_floats(np.concatenate(found.floats()))
+
+
 def _state_norm(config: LlamaConfig, fetch: Fetch, prefix: str) -> np.ndarray:
     """Fetch the norm of the hidden state before attention; empty if the state is normed already."""
     if not config.norms_features:
@@ -186,7 +225,8 @@ def padded_mlp_width(kernels: Any, config: LlamaConfig) -> int:
 def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
     names = [f"{prefix}{name}_proj" for name in "qkv"]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
-    found = fetch.layer_matrices(packing, *(name + ".weight" for name in names))
+    gates = [f"{prefix}output_gate.weight"] if config.output_gate else []
+    found = fetch.layer_matrices(packing, *(name + ".weight" for name in names), *gates)
     padding = -config.hidden_size % packing.kernels.GROUP if config.takes_features else 0  # of each half of the inputs
     packed = stack_stored(packing, found.blocks, bias, fetch.rounded) if found.blocks and not padding else None
     if packed:

@@ -1,0 +1,241 @@
+"""Recurrent layers in the native runtime: bits of the emulation, of one-by-one decoding, and logits near torch's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import outpace_kernels as kernels
+import pytest
+import torch
+from passes import build, fresh, native_tiny, prefilled, random_parents, text
+from torch import Tensor
+
+from outpace.core.errors import UserError
+from outpace.core.tree import PREFIX
+from outpace.models.base import Part, chain
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.native import runtime as native
+from outpace.models.llama.native.binding import UnsupportedShape
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.torch.runtime import Llama
+
+SHAPE = {"vocab_size": 97, "hidden_size": 80, "intermediate_size": 96, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 256}
+QWEN = from_dict(
+    SHAPE
+    | {"model_type": "qwen3_5_text", "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 48, "tie_word_embeddings": True}
+)
+assert QWEN.recurrence is not None
+TILED = replace(QWEN, recurrence=replace(QWEN.recurrence, is_tiled=True))
+LFM = from_dict(
+    SHAPE
+    | {"model_type": "lfm2", "block_auto_adjust_ff_dim": False}
+    | {"layer_types": ["conv", "conv", "full_attention", "conv"]}
+)
+CONFIGS = {"qwen": QWEN, "tiled": TILED, "lfm": LFM}
+
+
+def pieces(model: NativeLlama) -> list[Tensor]:
+    """Logits of two sessions' trees, of late nodes after a kept branch, with a layer skipped, and the states."""
+    sessions, found = [prefilled(model, text(model, 5, seed)) for seed in range(2)], []
+    for count in (7, 3):
+        parts = [
+            Part(session, text(model, count, 2 + number), random_parents(count, number), range(count))
+            for number, session in enumerate(sessions)
+        ]
+        found.append(torch.as_tensor(model.score(parts)))
+    sessions[0].keep([0])
+    found.append(torch.as_tensor(model.skip_sublayers([1], [0]).score([chain(sessions[0], [3], [0])])))
+    sessions[0].keep([])
+    found.append(torch.as_tensor(model.score([chain(sessions[0], [3, 4], [0, 1])])))
+    sessions[0].keep([0, 1])
+    found.append(torch.as_tensor(sessions[0]._save_state()))
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_kernels_equal_their_emulation(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace_kernels import emulation
+
+    got = pieces(native_tiny(config))
+    monkeypatch.setattr(native, "kernels", emulation)
+    for mine, its in zip(got, pieces(native_tiny(config)), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("name", kernels.instruction_sets())
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_instruction_set_gives_the_same_bits(config: LlamaConfig, name: str) -> None:
+    expected = pieces(native_tiny(config, instruction_set="portable", threads=1))
+    for mine, its in zip(pieces(native_tiny(config, instruction_set=name)), expected, strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_are_near_the_torch_runtimes(config: LlamaConfig) -> None:
+    """int8 weights and activations against float32; a row whose key and query are at right angles may differ more."""
+    ours, its = native_tiny(config), build(Llama, config)
+    tokens = text(ours, 40)
+    rows = range(len(tokens))
+    got = torch.as_tensor(ours.score([chain(ours.open(64, 64), tokens, rows)]))
+    expected = its.score([chain(its.open(64, 64), tokens, rows)])
+    similarities = torch.nn.functional.cosine_similarity(got, expected)
+    assert similarities.median() > 0.99
+    assert similarities.min() > 0.5
+
+
+@pytest.mark.parametrize("config", [QWEN, TILED], ids=["qwen", "tiled"])
+def test_the_emulated_delta_net_follows_the_formulas(config: LlamaConfig) -> None:
+    """The published formulas in float64."""
+    from outpace_kernels import emulated_recurrence as emulated
+
+    sizes, generator = config.recurrence, np.random.default_rng(0)
+    assert sizes is not None
+    heads = (sizes.key_heads, sizes.value_heads, sizes.key_depth, sizes.value_depth)
+    its = emulated.Recurrence(1, sizes.filter_length, sizes.channels, *heads, sizes.is_tiled)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return generator.normal(size=shape).astype(np.float32)
+
+    rates, bias, norm, filters = (
+        -np.exp(numbers(4)),
+        numbers(4),
+        numbers(48),
+        numbers(sizes.filter_length, sizes.channels),
+    )
+    weights = emulated.RecurrentWeights(filters, None, rates.tolist(), bias.tolist(), norm.tolist())
+    state = emulated.State(numbers(4, 16, 48), numbers(3, sizes.channels))
+    expected, history = state.heads.astype(np.float64), state.history
+    for _ in range(3):
+        mixed = numbers(sizes.channels + sizes.value_width + 2 * sizes.value_heads)
+        row, node = emulated.compute_row(its, weights, mixed, state, 1e-6)
+        state = state.with_node(node)
+        taps = np.concatenate([history, mixed[None, : sizes.channels]]).astype(np.float64)
+        history = taps[1:]
+        x = (taps * filters).sum(0)
+        x /= 1 + np.exp(-x)
+        gates, strengths, steps = np.split(mixed[sizes.channels :].astype(np.float64), [192, 196])
+        out = []
+        for head in range(4):
+            key_head = head % 2 if sizes.is_tiled else head // 2
+            query, key = x[key_head * 16 :][:16], x[32 + key_head * 16 :][:16]
+            value, gate = x[64 + head * 48 :][:48], gates[head * 48 :][:48]
+            query, key = query / np.sqrt((query**2).sum() + 1e-6) / 4, key / np.sqrt((key**2).sum() + 1e-6)
+            expected[head] *= np.exp(rates[head] * np.log1p(np.exp(steps[head] + bias[head])))
+            delta = (value - key @ expected[head]) / (1 + np.exp(-strengths[head]))
+            expected[head] += np.outer(key, delta)
+            read = query @ expected[head]
+            out.append(read / np.sqrt((read**2).mean() + 1e-6) * norm * gate / (1 + np.exp(-gate)))
+        np.testing.assert_allclose(row.reshape(4, 64)[:, :48], out, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(state.heads, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 12))])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_random_trees_have_the_bits_of_plain_decoding(config: LlamaConfig, seed: int) -> None:
+    """Nodes anywhere, also below nodes of earlier passes; any path is kept, with some of the nodes below it."""
+    model, rng = native_tiny(config), random.Random(seed)
+    session, committed = model.open(200, 60), list[int]()
+    parents, tokens = list[int](), list[int]()
+
+    def text_of(node: int) -> list[int]:
+        path = []
+        while node != PREFIX:
+            path.append(tokens[node])
+            node = parents[node]
+        return committed + path[::-1]
+
+    for _ in range(8):
+        before = len(parents)
+        new = [rng.choice([PREFIX, *range(before + place), before + place - 1]) for place in range(rng.randint(1, 6))]
+        parents += new
+        tokens += (added := [rng.randrange(model.vocab_size) for _ in new])
+        got = model.score([Part(session, added, new, range(len(new)))])
+        for place in range(len(new)):
+            assert torch.equal(torch.as_tensor(got[place]), decoded(model, text_of(before + place)))
+        if rng.random() < 0.3:
+            continue
+        path = list[int]()
+        for node, parent in enumerate(parents):
+            if parent == (path[-1] if path else PREFIX) and rng.random() < 0.7:
+                path.append(node)
+        live, last = list[int](), path[-1] if path else PREFIX
+        for node, parent in enumerate(parents):
+            if (parent == last and node not in path) or parent in live:
+                live.append(node)
+        session.keep(path, live)
+        committed += [tokens[node] for node in path]
+        places = {last: PREFIX} | {node: place for place, node in enumerate(live)}
+        parents, tokens = [places[parents[node]] for node in live], [tokens[node] for node in live]
+
+
+def decoded(model: Any, tokens: list[int]) -> Tensor:
+    """Logits after a text that is decoded one by one."""
+    session = model.open(len(tokens), 8)
+    for token in tokens:
+        logits = model.score([chain(session, [token], [0])])
+        session.keep([0])
+    return torch.as_tensor(logits[0])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_prompt_read_at_once_has_the_bits_of_plain_decoding(config: LlamaConfig) -> None:
+    model = native_tiny(config)
+    tokens = text(model, 30)
+    assert torch.equal(torch.as_tensor(fresh(model, tokens)), decoded(model, tokens))
+
+
+def test_a_session_starts_from_anothers_snapshot() -> None:
+    model = native_tiny(QWEN)
+    first, tokens = prefilled(model, text(model, 9)), text(model, 9)
+    first.take_snapshot()
+    model.score([chain(first, [1, 2, 3])])
+    first.keep([0, 1, 2])
+    assert [first.cut_below(length) for length in (8, 9, 11, 12)] == [0, 9, 9, 12]
+    for length, more in ((9, []), (12, [1, 2, 3])):
+        second = model.open(64, 16)
+        second.start_from(first, length)
+        got = model.score([chain(second, [5], [0])])
+        assert torch.equal(torch.as_tensor(got[0]), decoded(model, [*tokens, *more, 5]))
+    first.truncate(9)
+    got = model.score([chain(first, [7], [0])])
+    assert torch.equal(torch.as_tensor(got[0]), decoded(model, [*tokens, 7]))
+
+
+def test_states_are_counted_as_memory() -> None:
+    model, plain = native_tiny(QWEN), native_tiny(replace(QWEN, recurrence=None, recurrent_layers=()))
+    sizes = QWEN.recurrence
+    assert sizes is not None
+    states = model.session_bytes(64) - model.kernels.Store.bytes_of(model.heads, 1, 64)
+    assert states >= QWEN.num_recurrent_layers * sizes.state_size * 4
+    assert model.token_bytes == plain.token_bytes // 4  # only one layer of four has keys and values
+
+
+def test_depths_that_are_no_multiples_of_sixteen_are_refused_with_the_number() -> None:
+    assert QWEN.recurrence is not None
+    for depth in (24, 272):
+        sizes = replace(QWEN.recurrence, value_depth=depth, channels=64 + 4 * depth)
+        with pytest.raises(UnsupportedShape, match=f"linear_value_head_dim is {depth}, .* multiples of 16 up to 256"):
+            native_tiny(replace(QWEN, recurrence=sizes))
+
+
+def test_states_leave_out_no_tokens() -> None:
+    model = native_tiny(QWEN)
+    session = prefilled(model, text(model, 9))
+    with pytest.raises(UserError, match="cannot score after a prefix"):
+        model.score([chain(session, [1])._replace(length=5)])
+
+
+def test_a_bias_of_each_node_is_added() -> None:
+    """Nodes with biases of their own are one tree all the same."""
+    model = native_tiny(QWEN)
+    session = prefilled(model, text(model, 9))
+    bias = np.zeros((3, QWEN.num_layers, QWEN.intermediate_size), np.float32)
+    part = Part(session, [1, 2, 3], [PREFIX, 0, 0], range(3))
+    got = model.score([part._replace(mlp_bias=bias)])
+    session.keep([])
+    assert torch.equal(torch.as_tensor(got), torch.as_tensor(model.score([part])))
