@@ -125,7 +125,8 @@ ARITHMETIC = (
     Mutation("a value of the next head", "rowwise.h", "x + heads.keys * heads.depth",
              "x + (heads.keys + 1) * heads.depth"),
     Mutation("silu without its one", "exponential.h",
-             "x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f)))", "x / exponential(x * Floats::all(-1.0f))"),
+             "x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f)))",
+             "x / exponential(x * Floats::all(-1.0f))"),
     Mutation("a polynomial one degree short", "exponential.h", "p = fma(p, r, Floats::all(1.0f / 24));", ""),
     # attention
     Mutation("a missing mask: a node sees its siblings", "pass.cpp", "if (sees[other]) scratch_", "scratch_"),
