@@ -359,7 +359,7 @@ NB_MODULE(_native, m) {
         .def_static("bytes_of", &store_bytes, "heads"_a, "layers"_a, "slots"_a, "recurrence"_a = Recurrence{},
                     "places"_a = 0)
         .def("keep", &keep, "path"_a, "live"_a)
-        .def("trim_states", [](Store& store) { states_of(store).trim(); })
+        .def("trim_states", [](Store& store) { states_of(store).free_memory(0); })
         .def_prop_ro("state_size", [](const Store& store) { return states_of(store).size(); })
         .def("save_state", &save, "out"_a)
         .def("load_state", &load, "saved"_a.none())

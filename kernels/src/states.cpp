@@ -5,6 +5,12 @@
 
 namespace outpace {
 
+namespace {
+
+constexpr std::size_t kMaxFree = 32;  // places that stay allocated: those of usual trees
+
+}  // namespace
+
 States::States(const Recurrence& sizes) : sizes_(sizes), state_(sizes.state_size() * sizes.layers) { load(nullptr); }
 
 void States::add(int count) {
@@ -46,6 +52,7 @@ void States::keep(const std::vector<int>& path, const std::vector<int>& live) {
 void States::end_folds() {
     free_.insert(free_.end(), folds_.begin(), folds_.end());
     folds_.clear();
+    free_memory(kMaxFree);
 }
 
 void States::save(float* out) const {
@@ -62,12 +69,12 @@ void States::load(const float* saved) {
         std::fill_n(state_.data(), state_.size(), 0.0f);
 }
 
-void States::trim() {
-    for (int place : free_) {
-        blocks_[place] = Block<float>();
-        stash_[place] = nullptr;
+void States::free_memory(std::size_t max_free) {
+    while (free_.size() > max_free) {
+        blocks_[free_.back()] = Block<float>();
+        stash_[free_.back()] = nullptr;
+        free_.pop_back();
     }
-    free_.clear();
 }
 
 std::size_t States::bytes() const {

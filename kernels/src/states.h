@@ -30,7 +30,7 @@ class States {
     /// Accepts the pending nodes of `path`, keeps those of `live`, which are renumbered from 0, and drops the others.
     void keep(const std::vector<int>& path, const std::vector<int>& live);
 
-    /// Frees the places of the accepted nodes, which a pass has taken in.
+    /// Frees the places of the accepted nodes, which a pass has taken in; most of a long prompt's memory goes.
     void end_folds();
 
     /// Copies the committed state, of which no accepted node may be missing: [layers, state_size] floats.
@@ -39,8 +39,8 @@ class States {
     /// Continues from a saved state, or from the beginning of a text with null. Nothing is pending then.
     void load(const float* saved);
 
-    /// Frees unused memory.
-    void trim();
+    /// Frees the memory of all unused places but `max_free`.
+    void free_memory(std::size_t max_free);
 
     std::size_t bytes() const;
 

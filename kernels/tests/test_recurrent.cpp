@@ -191,7 +191,7 @@ void check_sessions(const Hybrid& hybrid, Model& model, Reference& reference) {
     other.parents.clear();
     other.tokens.clear();
     other.committed = session.committed;
-    session.store.states()->trim();
+    session.store.states()->free_memory(0);
     const int layers = static_cast<int>(hybrid.is_recurrent.size());
     std::vector<char> skipped(2 * layers, 1);
     for (Session* each : {&session, &other, &unfolded}) {
@@ -202,7 +202,7 @@ void check_sessions(const Hybrid& hybrid, Model& model, Reference& reference) {
         const auto scores = score(model, {each->part({-1}, {7})});
         check(same(scores.data(), reference({1, 2, 3, 4, 5, 6, 7}).data(), hybrid.vocabulary),
               "a copied session, and one whose layers were skipped, goes on with the same logits");
-        each->store.states()->trim();
+        each->store.states()->free_memory(0);
     }
     check_throws([&] { session.store.states()->keep({1}, {}); }, "a node that is not pending cannot be kept");
     Session late(hybrid);

@@ -80,7 +80,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.options = options = options or EngineOptions()
         on_gpu = str(target.device).startswith("cuda")
         self._max_rows = options.rows or (512 if on_gpu else 64)
-        self._chunk = options.chunk or (2048 if on_gpu else 256)
+        self._chunk = options.chunk or target.chunk or (2048 if on_gpu else 256)
         self.costs = CostModel()
         named = {drafters.name: drafters} if isinstance(drafters, Drafter) else drafters or {}
         self.drafting = DraftRunner(named, worker, self.costs, clock, target.vocab_size)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 DEFAULT = NativeOptions()
 
-USUAL_PLACES = 16  # pending nodes whose stash is counted as a session's memory
+USUAL_PLACES = 32  # pending nodes whose stash is counted as a session's memory
+CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers: each stashes about a megabyte until the next pass
 
 NativeRows = tuple[Any, int, int, int, bytes]
 """A session's store, its numbers of committed, pending and new nodes, and a mask: a byte for each new node and each
@@ -239,6 +240,7 @@ class NativeLlama(Model):
         self.recurrence = native_recurrence(self.kernels, config)
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
+            self.chunk = CHUNK
         scale = {"scale": config.query_scale} if config.query_scale else {}
         scale |= {"gated": True} if config.output_gate else {}
         self.heads = self.kernels.Heads(
