@@ -112,13 +112,13 @@ def report(
         sizes, layers = model.config.recurrence, model.config.num_recurrent_layers
         states = layers * sizes.state_size * 4 if sizes else 0
         floor = 1e-6 * (model.weight_bytes + 2 * states) / args.gigabytes
-        print(f"{shape} {name}: {model.weight_bytes / 1e6:.0f} MB of weights, {states / 1e6:.0f} MB of states,", end=" ")
-        print(f"floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
+        held = f"{model.weight_bytes / 1e6:.0f} MB of weights, {states / 1e6:.0f} MB of states"
+        print(f"{shape} {name}: {held}, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
     print("rows  kind      hybrid ms (median)   plain ms (median)")
     for (name, kind, rows), values in sorted(times.items(), key=lambda one: (one[0][2], one[0][1])):
         if name == "hybrid":
-            both = [values, times["plain", kind, rows]]
-            print(f"{rows:4}  {kind:9}", *(f"{min(one):9.2f} ({statistics.median(one):8.2f})" for one in both), flush=True)
+            both = [(min(one), statistics.median(one)) for one in (values, times["plain", kind, rows])]
+            print(f"{rows:4}  {kind:9}", *(f"{least:9.2f} ({middle:8.2f})" for least, middle in both))
 
 
 if __name__ == "__main__":

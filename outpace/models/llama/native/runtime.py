@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEFAULT = NativeOptions()
 
 USUAL_PLACES = 32  # pending nodes whose stash is counted as a session's memory
-CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers: each stashes about a megabyte until the next pass
+CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers; each may stash a megabyte until the next pass
 
 NativeRows = tuple[Any, int, int, int, bytes]
 """A session's store, its numbers of committed, pending and new nodes, and a mask: a byte for each new node and each
