@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import outpace_kernels as kernels
 import pytest
+import recurrent
 import torch
 from passes import build, fresh, native_tiny, prefilled, random_parents, text
 from torch import Tensor
 
+import outpace
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
@@ -21,6 +24,7 @@ from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import UnsupportedShape
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
+from outpace.models.load import load_model
 
 SHAPE = {"vocab_size": 97, "hidden_size": 80, "intermediate_size": 96, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -239,3 +243,49 @@ def test_a_bias_of_each_node_is_added() -> None:
     got = model.score([part._replace(mlp_bias=bias)])
     session.keep([])
     assert torch.equal(torch.as_tensor(got), torch.as_tensor(model.score([part])))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
+    """Models by transformers, and their GGUF files in Q8_0; value heads are tiled in the first."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
+        patch.setitem(recurrent.MODELS, "native", ("Qwen3_5", recurrent.QWEN | sizes))
+        for name in ("native", "lfm2"):
+            folder = tmp_path_factory.mktemp(name)
+            model = recurrent.make(name, folder)
+            found[name] = model, recurrent.write_gguf(folder, folder / "model.gguf", name, "Q8_0")
+    return found
+
+
+@pytest.mark.parametrize("name", ["native", "lfm2"])
+def test_a_files_logits_are_near_those_of_transformers(files: dict[str, tuple[Any, Path]], name: str) -> None:
+    reference, file = files[name]
+    ours, tokens = load_model(str(file), runtime="native").model, [3 * place % 250 + 3 for place in range(40)]
+    assert isinstance(ours, NativeLlama)
+    got = torch.as_tensor(ours.score([chain(ours.open(64, 64), tokens, range(len(tokens)))]))
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    similarities = torch.nn.functional.cosine_similarity(got, expected)
+    assert similarities.median() > 0.99
+
+
+@pytest.mark.parametrize("name", ["native", "lfm2"])
+def test_texts_are_equal_under_all_methods(files: dict[str, tuple[Any, Path]], name: str) -> None:
+    file, prompts = str(files[name][1]), ["abc abc abc abc", "the other one " * 9]
+    settings: list[dict[str, Any]] = [
+        {"method": "autoregressive"},
+        {"method": "speculative", "draft": file},
+        {"method": "speculative", "drafter": "ngram"},
+        {"method": "speculative", "drafter": "lookahead"},
+        {"method": "card", "draft": file},
+        {"method": "auto", "draft": file},
+    ]
+    texts = []
+    for options in settings:
+        with outpace.LLM(file, **options) as llm:
+            for _ in range(2):  # the second time, a part of the prompt is there already
+                params = outpace.SamplingParams(max_tokens=24, temperature=0.7, seed=3)
+                texts.append([answer.text for answer in llm.generate(prompts, params)])
+    assert all(text == texts[0] for text in texts), texts
