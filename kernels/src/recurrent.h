@@ -1,7 +1,7 @@
 // Gated delta nets (arXiv:2412.06464) and short convolutions. Include after a lanes_*.h and rowwise.h.
 //
-// A delta net's step, for each value head: S <- decay S; delta = beta (v - S' k); S <- S + k delta'; o = S' q. Here S'
-// stands for the transpose. A node's delta and output are computed from its parent's state: with a = S' k and b = S' q
+// A delta net's step, for each value head: S <- decay S; delta = beta (v - S' k); S <- S + k delta'; o = S' q. S' is
+// the transpose of S. A node's delta and output are computed from its parent's state: with a = S' k and b = S' q
 // before the step, delta = beta (v - decay a) and o = decay b + (k q) delta. So only nodes with children need a state of
 // their own, and each column of the state is walked alone. Sums over the entries of a key are chains of fused
 // multiply-adds in their order.

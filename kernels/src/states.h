@@ -33,7 +33,7 @@ class States {
     /// Frees the places of the accepted nodes, which a pass has taken in; most of a long prompt's memory goes.
     void end_folds();
 
-    /// Copies the committed state, of which no accepted node may be missing: [layers, state_size] floats.
+    /// Copies the committed state, [layers, state_size] floats. Throws if accepted nodes are missing in it.
     void save(float* out) const;
 
     /// Continues from a saved state, or from the beginning of a text with null. Nothing is pending then.

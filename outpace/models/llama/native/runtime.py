@@ -140,8 +140,8 @@ class NativeSession(Session):
     def __init__(self, capacity: int, max_pending: int, model: NativeLlama) -> None:
         super().__init__(capacity, max_pending)
         self.config, self._model = model.config, model
-        layers, slots = model.config.num_attention_layers, model.max_positions + max_pending
-        self.store = model.kernels.Store(model.heads, layers, slots, 0, **model.recurrence)
+        slots = model.max_positions + max_pending
+        self.store = model.kernels.Store(model.heads, model.num_attention_layers, slots, 0, **model.recurrence)
         self.is_recurrent = bool(model.recurrence)
 
     def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
@@ -237,6 +237,7 @@ class NativeLlama(Model):
         self._layers, self.ends = layers, ends
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
+        self.num_attention_layers = config.num_attention_layers
         self.recurrence = native_recurrence(self.kernels, config)
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
@@ -293,8 +294,8 @@ class NativeLlama(Model):
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
         places = {"places": USUAL_PLACES} if self.recurrence else {}
-        layers = self.config.num_attention_layers
-        total: int = self.kernels.Store.bytes_of(self.heads, layers, slots, **self.recurrence, **places)
+        layers, sizes = self.num_attention_layers, self.recurrence
+        total: int = self.kernels.Store.bytes_of(self.heads, layers, slots, **sizes, **places)
         return total
 
     @property
