@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from files import CONFIG, model_folder
+from passes import open_smollm2
 from safetensors.torch import save_file
 
 import outpace
 from outpace.models.base import chain
 from outpace.models.llama.config.draft_vocab import FILE
+from outpace.models.llama.native.kept_tokens import MAX_ADDED, KeptTokens
+from outpace.models.llama.native.weights import PANEL
 from outpace.models.load import load_model
+from outpace.models.options import LoadOptions
 
+LAYERS = "layers:0-9"  # of the shipped target
 IDS = list(range(0, CONFIG["vocab_size"], 3))
 
 
@@ -75,3 +81,84 @@ def test_a_missing_vocabulary_is_named(tmp_path: Path) -> None:
     with pytest.raises(outpace.UserError, match=FILE):
         load_model(where)
     assert json.loads((where / "config.json").read_text())["outpace"]["draft_vocab_size"] == len(IDS)
+
+
+def test_kept_tokens_are_the_first_and_those_read_last() -> None:
+    kept = KeptTokens(100, 10_000)
+    assert kept.first == 128
+    assert kept.kept.ids.tolist() == list(range(128))
+    kept.read([5, 9_999, 300])
+    assert kept.kept.panels.tolist() == [0, 1, 2, 3, 9, 312]
+    assert kept.kept.ids.tolist() == [*range(128), *range(288, 320), *range(9_984, 10_000)], "the last panel is cut"
+    many = range(128, 10_000, PANEL)
+    kept.read([*many])
+    kept.read([300])
+    assert 300 in kept.kept.ids
+    assert len(kept.kept.panels) == 128 // PANEL + MAX_ADDED // PANEL
+    kept.read([129])
+    assert {129, 300} <= {*kept.kept.ids.tolist()}
+    assert many[-MAX_ADDED // PANEL + 1] not in kept.kept.ids, "the one that was read before all others went"
+
+
+@pytest.mark.parametrize("needs_hidden", [False, True])
+def test_a_reduced_layer_scores_kept_tokens_as_the_whole_one(needs_hidden: bool) -> None:
+    """The prompt's tokens are kept; what the model reads later is scored from then on. All rows have the same bits."""
+    whole, reduced = open_smollm2(), open_smollm2()
+    reduced.reduce_output(1024)
+    prompt = [17, 40_000, 12, 49_151]
+    sessions = [model.open(16, 8) for model in (whole, reduced)]
+    for tokens in (prompt, [33_000, 3]):
+        parts = [
+            chain(session, tokens, [len(tokens) - 1])._replace(best=3, hidden_rows=[0] if needs_hidden else [])
+            for session in sessions
+        ]
+        if needs_hidden:
+            (full, states), (got, own) = (
+                model.score_sparse_hidden([part], [1]) for model, part in zip((whole, reduced), parts, strict=True)
+            )
+            assert (states == own).all()
+        else:
+            full, got = (model.score_sparse([part]) for model, part in zip((whole, reduced), parts, strict=True))
+        assert got.ids is not None
+        assert {*range(1024), *prompt, *tokens} <= {*got.ids.tolist()}
+        assert len(got.ids) <= 1024 + 32 * (len(prompt) + len(tokens))
+        assert (got.values == full.values[:, got.ids]).all()
+        dense = got.to_dense()
+        assert dense.shape == full.to_dense().shape
+        if not needs_hidden:
+            assert got.best[0][0] == np.argsort(-dense[0], kind="stable")[:3].tolist()
+        for session in sessions:
+            session.keep(range(len(tokens)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("how", ["speculative", "card", "planned", "auto"])
+def test_texts_with_a_reduced_layer_are_the_targets(how: str, temperature: float) -> None:
+    worker = "inline" if how in ("card", "planned") else None
+    with outpace.load(None, LAYERS, method=how, worker=worker, draft_vocab=2048) as llm:
+        assert llm.draft is not None
+        assert llm.draft.model.kept_tokens.first == 2048
+        params = {"max_tokens": 32, "temperature": temperature, "seed": 2}
+        fast = llm.stream("A café in Zürich", **params).finish()
+        plain = llm.stream("A café in Zürich", **params, plain=True).finish()
+    assert fast.tokens == plain.tokens
+    assert fast.figures.drafted > 0
+
+
+def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
+    for value in (0, 1023, "many", -5, 1.5):
+        with pytest.raises(outpace.UserError, match=f"draft_vocab is '{value}', it must be auto, all, or a number"):
+            LoadOptions(draft_vocab=value)  # type: ignore[arg-type]
+    with pytest.raises(outpace.UserError, match="draft_vocab is 50000, it must be between 1024 and 49152"):
+        outpace.load(None, LAYERS, draft_vocab=50_000)
+    with pytest.raises(outpace.UserError, match="draft_vocab 2048 is for draft models by the runtime native"):
+        outpace.load(None, LAYERS, dtype="float32", draft_vocab=2048)
+    own = folder(tmp_path, torch.tensor(IDS, dtype=torch.int32))
+    with pytest.raises(outpace.UserError, match=f"draft_vocab is 2048, but .* to {len(IDS)}"):
+        load_model(own, is_draft=True, draft_vocab=2048)
+
+
+def test_the_layer_is_reduced_where_it_is_a_large_part_of_a_pass() -> None:
+    model = open_smollm2()
+    model.reduce_output(None)
+    assert model.kept_tokens is None, "SmolLM2 has 49,152 tokens"

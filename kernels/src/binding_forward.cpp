@@ -18,6 +18,13 @@ using SpanTuple = std::tuple<Store*, int, int, int, Array<const bool, 2>>;
 using ShortSpan = std::tuple<Store*, int, int, int, nb::bytes>;
 using Numbered = std::vector<int>;
 
+/// Restricts a forest to some panels of the output layer, if any are given.
+void set_panels(Forest& forest, const Numbers& panels) {
+    if (!panels.is_valid()) return;
+    forest.panels = panels.data();
+    forest.num_panels = static_cast<int>(panels.shape(0));
+}
+
 void require_shape(bool holds, const char* name) {
     if (!holds) throw std::invalid_argument(std::string(name) + " has the wrong shape");
 }
@@ -56,20 +63,22 @@ void add_to_spans(const Model& model, Forest& forest, const std::map<int, int>& 
 }
 
 /// Computes logits of the wanted rows. Everything after them is optional: skipped sublayers, the rows whose hidden
-/// states after each of `layers` are written to `hidden`, and three maps from a span's index to its gap, to
-/// vectors in place of its tokens, and to the biases of its MLPs.
+/// states after each of `layers` are written to `hidden`, three maps from a span's index to its gap, to vectors in place
+/// of its tokens, and to the biases of its MLPs, and the panels of the output layer to compute.
 void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& tokens,
              const Array<const float, 3>& rope_rows, const Numbers& wanted, const Array<float, 2>& scores,
              const Array<const bool, 2>& skipped, const Numbers& hidden_rows, const Numbers& layers,
              const Array<float, 3>& hidden, const std::map<int, int>& position_gaps, const Grids& inputs,
-             const Grids& mlp_bias) {
+             const Grids& mlp_bias, const Numbers& panels) {
     Forest forest{};
+    set_panels(forest, panels);
     add_spans(forest, spans);
     add_to_spans(model, forest, position_gaps, inputs, mlp_bias);
     require_shape(rope_rows.shape(0) == tokens.shape(0) &&
                       rope_rows.size() == tokens.shape(0) * model.shape().rope_floats(),
                   "rope_rows");
-    require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
+    require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.num_logits(forest),
+                  "scores");
     forest.tokens = tokens.data();
     forest.rope_rows = rope_rows.data();
     forest.rows = static_cast<int>(tokens.shape(0));
@@ -106,14 +115,16 @@ std::vector<float> rope_rows_at(const Numbered& positions, const Array<const flo
 /// Building numpy arrays would take longer than everything else before a small model's pass, because numpy's code is
 /// not in the caches then. Returns the best `count` tokens of each wanted row, by log-probability if count > 1; none
 /// for 0. `token_ids`: the tokens of the first `num_logits` logits of a row, or null for
-/// 0, 1, ...
+/// 0, 1, ... `panels`: as of `forward`.
 ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numbered& tokens,
                          const Numbered& positions, const Array<const float, 3>& table, const Numbered& wanted,
-                         const Array<float, 2>& scores, int count, int num_logits, const Tokens& token_ids) {
-    require_shape(num_logits >= 0 && num_logits <= model.outputs() &&
+                         const Array<float, 2>& scores, int count, int num_logits, const Tokens& token_ids,
+                         const Numbers& panels) {
+    Forest forest{};
+    set_panels(forest, panels);
+    require_shape(num_logits >= 0 && num_logits <= model.num_logits(forest) &&
                       (!token_ids.is_valid() || static_cast<int>(token_ids.size()) == num_logits),
                   "token_ids");
-    Forest forest{};
     for (const auto& [store, committed, pending, count, sees] : spans) {
         require_shape(count >= 0 && pending >= 0 &&
                           sees.size() == static_cast<std::size_t>(count) * (static_cast<std::size_t>(pending) + count),
@@ -121,7 +132,8 @@ ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numb
         forest.spans.push_back({store, committed, pending, count, reinterpret_cast<const bool*>(sees.c_str())});
     }
     require_shape(positions.size() == tokens.size(), "positions");
-    require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.outputs(), "scores");
+    require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.num_logits(forest),
+                  "scores");
     const std::vector<float> rope_rows = rope_rows_at(positions, table, model.shape().rope_floats());
     forest.tokens = tokens.data();
     forest.rope_rows = rope_rows.data();
@@ -156,9 +168,10 @@ void bind_forward(nb::class_<Model>& model) {
         .def("forward", &forward, "spans"_a, "tokens"_a, "rope_rows"_a, "wanted"_a, "scores"_a,
              "skipped"_a.none() = none, "hidden_rows"_a.none() = none, "layers"_a.none() = none,
              "hidden"_a.none() = none,
-             "position_gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "mlp_bias"_a = Grids{})
+             "position_gaps"_a = std::map<int, int>{}, "inputs"_a = Grids{}, "mlp_bias"_a = Grids{},
+             "panels"_a.none() = none)
         .def("score", &score, "spans"_a, "tokens"_a, "positions"_a, "rope_table"_a, "wanted"_a, "scores"_a,
-             "count"_a, "num_logits"_a, "token_ids"_a.none())
+             "count"_a, "num_logits"_a, "token_ids"_a.none() = none, "panels"_a.none() = none)
         .def("fold", &Model::fold, "store"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("project", &project, "hidden"_a, "scores"_a);
 }

@@ -148,6 +148,9 @@ void Model::check(const Forest& forest) const {
     for (int i = 0; i < forest.num_wanted; ++i)
         require(forest.wanted[i] >= 0 && forest.wanted[i] < rows, "a wanted row is out of range");
     require(forest.num_wanted <= rows, "more rows are wanted than there are");
+    for (int i = 0; i < forest.num_panels; ++i)
+        require(forest.panels[i] > (i ? forest.panels[i - 1] : -1) && forest.panels[i] < head_->panels().count(),
+                "a panel is out of range or out of order");
     check(forest.hidden_request, rows);
 }
 

@@ -80,6 +80,9 @@ struct Forest {
     int rows;
     const int* wanted;  // rows whose logits are wanted
     int num_wanted;
+    // Rising numbers of panels of the output layer: their logits alone are computed, panel beside panel; null: all.
+    const int* panels = nullptr;
+    int num_panels = 0;
     HiddenRequest hidden_request{};
     const bool* skipped = nullptr;  // [layers, 2]: whether the residual skips a layer's attention, its MLP
     // may be empty: called for each wanted row when its logits are complete; must not throw
@@ -96,10 +99,12 @@ class Model {
     int num_attention_layers() const { return num_layers() - shape_.recurrence.layers; }
     bool takes_states() const { return !layers_.empty() && !layers_[0]->token_norm.empty(); }
     int outputs() const { return head_->outputs(); }
+    /// Number of logits of a row; a forest's last panel may be longer than what is left of the output layer.
+    int num_logits(const Forest& forest) const { return forest.panels ? forest.num_panels * kPanel : outputs(); }
     const Kernels& kernels() const { return *kernels_; }
     int threads() const { return team_.size(); }
 
-    /// Computes logits [num_wanted, outputs]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
+    /// Computes logits [num_wanted, num_logits]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
     void forward(const Forest& forest, float* scores);
 
     /// Takes the accepted nodes of a session into its recurrent states.

@@ -245,9 +245,22 @@ void Model::Pass::project(const float* hidden, Team::Member& member) {
 /// Computes logits of these rows of x, or of the first `count` rows if `rows` is null.
 void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
-    normalize(model_.norm_, in_form_for(*model_.head_, normalized_), rows, count, member);
-    multiply(model_.num_layers(), *model_.head_, *model_.head_, normalized_, count, scores_, model_.outputs(), false,
-             member);
+    const Matrix& head = *model_.head_;
+    normalize(model_.norm_, in_form_for(head, normalized_), rows, count, member);
+    const int units = forest_.panels ? forest_.num_panels : head.panels().count();
+    const Product all{head.panels(),
+                      plan_prefetch(model_.num_layers(), units, head, member),
+                      in_form_for(head, normalized_),
+                      count,
+                      scores_,
+                      model_.num_logits(forest_),
+                      false};
+    team_.share(member, units, [&](int unit) {
+        const int panel = forest_.panels ? forest_.panels[unit] : unit;
+        Product task = all;
+        task.out += static_cast<int64_t>(unit - panel) * kPanel;
+        kernels_.product(task, panel);
+    });
 }
 
 void Model::Pass::embed(int row) {

@@ -137,7 +137,7 @@ DRAFT = (
 )
 # The fields of LoadOptions and BuildOptions that are flags of the commands that load a pair.
 TARGET_FLAGS = ("device", "dtype", "exact", "runtime", "kv_dtype", "graphs", "pp_plan", "trust_remote_code")
-LOAD_FLAGS = (*TARGET_FLAGS, "draft_device", "draft_dtype")
+LOAD_FLAGS = (*TARGET_FLAGS, "draft_device", "draft_dtype", "draft_vocab")
 BUILD_FLAGS = ("method", "drafter", "rule", "worker", "draft_threads", "nodes", "kv_memory", "reuse")
 SYSTEM = flag(None, "System message that opens the conversation.", panel=TEXT)
 JSON = flag(False, "Write one line of JSON to stdout, and nothing else.", "--json")

@@ -308,6 +308,12 @@ class Model:
         """Whether a pass returns before the device has computed it; the host then waits when it reads the output."""
         return str(self.device) != "cpu"
 
+    def reduce_output(self, tokens: int | None) -> None:
+        """Score only the first `tokens` of the vocabulary, and others that the model has read; all others get -inf. None:
+        as many as make passes much shorter, if any. UserError if the runtime cannot, or the vocabulary is smaller."""
+        if tokens is not None:
+            raise UserError(f"draft_vocab {tokens} is for draft models by the runtime native, this one is by another")
+
     @property
     def num_captures(self) -> int:
         """Number of passes captured so far, for instance as CUDA graphs. A call that captures a pass takes longer, so

@@ -19,6 +19,8 @@ FLOATS = ("float32", "bfloat16", "float16")  # the types that torch computes in
 OWN_RUNTIMES = ("native", "llama")
 RUNTIMES = (AUTO, *OWN_RUNTIMES, "transformers")
 DTYPES = (AUTO, INT8, INT4, FILE, *FLOATS)
+ALL = "all"
+MIN_VOCAB = 1024  # tokens of a reduced output layer
 CUDA, EAGER, OFF = "cuda", "eager", "off"
 GRAPHS = (AUTO, CUDA, EAGER, OFF)
 KV_DTYPES = (AUTO, "float32", "float16", INT8)
@@ -29,6 +31,11 @@ GENERATION_CONFIG = "Sampling where nothing else is said: auto (as the model's f
 def _check_plan(name: str, plan: Any) -> None:
     if not is_plan(plan):
         raise UserError(f"pp_plan is {plan!r:.100}, it must be auto or each rank's layers, as in 12,10,8")
+
+
+def _check_vocab(name: str, value: str) -> None:
+    if value not in (AUTO, ALL) and not (value.isascii() and value.isdigit() and int(value) >= MIN_VOCAB):
+        raise UserError(f"{name} is {value!r:.50}, it must be auto, all, or a number of tokens from {MIN_VOCAB} on")
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,20 @@ class LoadOptions(CheckedOptions):
         DTYPES,
         "Precision of the draft; the default is the target's dtype, where auto holds a draft in int4 on a CPU.",
     )
+    draft_vocab: str = option(
+        AUTO,
+        "Tokens that the draft model's output layer scores, by the native kernels: a number N for the first N, those of"
+        " the prompt and those that were written lately; auto: N is 49,152 where that makes drafting much cheaper; or"
+        " all.",
+        _check_vocab,
+    )
     is_draft: bool = False
     target_files: Path | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, _to_builtin(getattr(self, field.name)))
+        object.__setattr__(self, "draft_vocab", str(self.draft_vocab))
         super().__post_init__()
         if self.runtime != AUTO:
             self.check_runtime(self.runtime)
@@ -124,6 +139,11 @@ class LoadOptions(CheckedOptions):
     def kv_dtype_or(self, default: str) -> str:
         """Return the type of keys and values, given the runtime's default."""
         return default if self.kv_dtype == AUTO else self.kv_dtype
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """The tokens that a draft's output layer keeps; None: to be chosen by its sizes, 0: all."""
+        return int(self.draft_vocab) if self.draft_vocab.isdigit() else None if self.draft_vocab == AUTO else 0
 
     @property
     def is_on_cuda(self) -> bool:

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.arrays import kernels, num_cores
-from outpace.core.errors import unknown
+from outpace.core.errors import UserError, check_whole, unknown
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
 from outpace.models.base import Capability, Model, Part, Session, check_forest
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
+from outpace.models.llama.native.kept_tokens import MIN_SHARE, USUAL_TOKENS, KeptTokens
+from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
-from outpace.models.options import INT8, NATIVE_KV
+from outpace.models.options import INT8, MIN_VOCAB, NATIVE_KV
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +253,7 @@ class NativeLlama(Model):
         self._models = {self._threads: self._with_threads(self._threads)}
         self._share = threading.local()  # .threads: number of threads for the passes of a thread that leaves cores idle
         self._skipped: np.ndarray | None = None  # bool [layers, (attention, MLP)]
-        self._last_kept = -1 if ends.kept is None else int(ends.kept[-1])
+        self.kept_tokens: KeptTokens | None = None  # of an output layer that is reduced while the model runs
 
     def _with_threads(self, threads: int, layers: Sequence[Any] | None = None) -> Any:
         """Create a kernels' model with this number of threads; all of them share the weights. `layers`: by default its
@@ -300,8 +301,9 @@ class NativeLlama(Model):
 
     @property
     def weight_bytes(self) -> int:
-        total: int = sum(layer.bytes for layer in self._layers) + self.ends.head.bytes
-        return total
+        head, kept = self.ends.head, self.kept_tokens
+        share = len(kept.kept.ids) / head.outputs if kept else 1.0
+        return sum(layer.bytes for layer in self._layers) + int(head.bytes * share)
 
     @property
     def arithmetic(self) -> int:
@@ -379,6 +381,18 @@ class NativeLlama(Model):
         other._skipped = skipped
         return other
 
+    def reduce_output(self, tokens: int | None) -> None:
+        head = self.ends.head
+        if tokens is None:
+            pays = head.outputs >= 2 * USUAL_TOKENS and head.bytes > MIN_SHARE * self.weight_bytes
+            if self.ends.kept is not None or not pays:
+                return
+            tokens = USUAL_TOKENS
+        if self.ends.kept is not None:
+            raise UserError(f"draft_vocab is {tokens}, but the draft's files reduce its output layer to {head.outputs}")
+        check_whole("draft_vocab", tokens, MIN_VOCAB, head.outputs)
+        self.kept_tokens = KeptTokens(tokens, head.outputs)
+
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
         model = self.model_for_thread()
         out = np.empty((len(hidden), model.outputs), np.float32)
@@ -393,13 +407,17 @@ class NativeLlama(Model):
 
     def _forward(self, forest: Forest) -> SparseLogits:
         model, table = self.model_for_thread(), self.rope_table.table
-        out = np.empty((len(forest.logit_rows), model.outputs), np.float32)
-        vocab = self.output_vocab()
+        ids, columns, panels = self.ends.kept, model.outputs, None
+        if self.kept_tokens is not None:
+            self.kept_tokens.read(forest.tokens)
+            panels, ids = self.kept_tokens.kept
+            columns = len(panels) * PANEL
+        out, vocab = np.empty((len(forest.logit_rows), columns), np.float32), self._known(ids)
         if forest.extras:
-            model.forward(*forest.arrays(table), out, **forest.extras)
+            model.forward(*forest.arrays(table), out, **forest.extras, panels=panels)
             return self._sparse(out, vocab, self._best(out, vocab) if forest.best == 1 else ())
         rows = (forest.sessions, forest.tokens, forest.positions, table, forest.logit_rows)
-        return self._sparse(out, vocab, model.score(*rows, out, forest.best, *vocab))
+        return self._sparse(out, vocab, model.score(*rows, out, forest.best, *vocab, panels))
 
     @staticmethod
     def _best(out: np.ndarray, vocab: tuple[int, np.ndarray | None]) -> list[TopK]:
@@ -411,15 +429,18 @@ class NativeLlama(Model):
         return [([token], []) if valid else ([], []) for token, valid in zip(tokens.tolist(), is_valid, strict=True)]
 
     def output_vocab(self) -> tuple[int, np.ndarray | None]:
-        """Return the number of output rows that are tokens of `vocab_size`, and their ids if the rows are reduced.
+        """Return the number of output rows that are tokens of `vocab_size`, and their ids if the rows are reduced."""
+        return self._known(self.ends.kept)
+
+    def _known(self, ids: np.ndarray | None) -> tuple[int, np.ndarray | None]:
+        """Return the number of these rising ids (None: all) that are tokens of `vocab_size`, and the ids.
 
         `vocab_size` may be smaller than the output layer: another model of the pair may know fewer tokens.
         """
-        ids, vocab = self.ends.kept, self.vocab_size
         if ids is None:
-            return vocab, None
-        if self._last_kept >= vocab:
-            ids = ids[: np.searchsorted(ids, vocab)]
+            return self.vocab_size, None
+        if ids[-1] >= self.vocab_size:
+            ids = ids[: np.searchsorted(ids, self.vocab_size)]
         return len(ids), ids
 
     def _sparse(self, out: np.ndarray, vocab: tuple[int, np.ndarray | None], best: Sequence[TopK] = ()) -> SparseLogits:
