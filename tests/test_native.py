@@ -24,6 +24,7 @@ from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.native import kept_tokens
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -71,6 +72,22 @@ def test_the_kernels_equal_their_emulation(name: str, kv_dtype: str, monkeypatch
     got = everything(tiny(TINIES[name], kv_dtype=kv_dtype))
     monkeypatch.setattr(native, "kernels", emulation)
     assert_all_equal(got, everything(tiny(TINIES[name], kv_dtype=kv_dtype)))
+
+
+def test_a_reduced_output_layer_equals_its_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outpace_kernels import emulation
+
+    monkeypatch.setattr(kept_tokens, "MAX_ADDED", 32)
+
+    def reduced() -> NativeLlama:
+        model = tiny(TINIES["odd"])
+        model.kept_tokens = kept_tokens.KeptTokens(20, model.ends.head.outputs)
+        return model
+
+    got = everything(reduced())
+    assert bool(torch.isinf(got[0]).any())
+    monkeypatch.setattr(native, "kernels", emulation)
+    assert_all_equal(got, everything(reduced()))
 
 
 @pytest.mark.parametrize("kv_dtype", kernels.KV_DTYPES)

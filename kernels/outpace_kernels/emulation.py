@@ -23,6 +23,7 @@ from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
 from outpace_kernels.emulated_numbers import (
     LANES,
+    PANEL,
     SCALED,
     F,
     as_bytes,
@@ -210,6 +211,7 @@ class Model:
         position_gaps: Mapping[int, int] = {},
         inputs: Mapping[int, np.ndarray] = {},
         mlp_bias: Mapping[int, np.ndarray] = {},
+        panels: np.ndarray | None = None,
     ) -> None:
         """Compute logits of the wanted rows; see `outpace_kernels.Model.forward`."""
         x = np.empty((len(tokens), self.embedding.inputs), F)
@@ -234,7 +236,11 @@ class Model:
                     else self._run_mlp(number, x, [(rows[n], by[number]) for n, by in mlp_bias.items()])
                 )
         if len(wanted):
-            self.project(x[wanted], scores)
+            logits = self.head(self._normed(x[wanted], self.norm))
+            every = range(-(-logits.shape[1] // PANEL))
+            for place, panel in enumerate(every if panels is None else panels):
+                of_panel = logits[:, panel * PANEL : (panel + 1) * PANEL]
+                scores[:, place * PANEL : place * PANEL + of_panel.shape[1]] = of_panel
 
     def score(
         self,
@@ -244,14 +250,18 @@ class Model:
         rope_table: np.ndarray,
         wanted: Sequence[int],
         scores: np.ndarray,
-        *ranking: Any,
+        count: int,
+        num_logits: int,
+        token_ids: np.ndarray | None = None,
+        panels: np.ndarray | None = None,
     ) -> list[Any]:
         """Do the same as `forward` for lists and masks in bytes; unlike the kernels, rank no tokens."""
         masks = [
             (*numbers, np.frombuffer(sees, bool).reshape(numbers[3], numbers[2] + numbers[3]))
             for *numbers, sees in spans
         ]
-        self.forward(masks, np.array(tokens, np.int32), rope_table[list(positions)], np.array(wanted, np.int32), scores)
+        rows = masks, np.array(tokens, np.int32), rope_table[list(positions)], np.array(wanted, np.int32)
+        self.forward(*rows, scores, panels=panels)
         return []
 
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:

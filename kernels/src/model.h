@@ -80,7 +80,7 @@ struct Forest {
     int rows;
     const int* wanted;  // rows whose logits are wanted
     int num_wanted;
-    // Rising numbers of panels of the output layer: their logits alone are computed, panel beside panel; null: all.
+    // Rising numbers of panels of the output layer: their logits alone are computed, one panel's after the other's; null: all.
     const int* panels = nullptr;
     int num_panels = 0;
     HiddenRequest hidden_request{};

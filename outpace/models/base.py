@@ -309,8 +309,10 @@ class Model:
         return str(self.device) != "cpu"
 
     def reduce_output(self, tokens: int | None) -> None:
-        """Score only the first `tokens` of the vocabulary, and others that the model has read; all others get -inf. None:
-        as many as make passes much shorter, if any. UserError if the runtime cannot, or the vocabulary is smaller."""
+        """Score only the first `tokens` of the vocabulary, and others that the model has read; all others get -inf.
+
+        None: as many as make passes much shorter, if any. UserError if the runtime cannot, or for a smaller vocabulary.
+        """
         if tokens is not None:
             raise UserError(f"draft_vocab {tokens} is for draft models by the runtime native, this one is by another")
 

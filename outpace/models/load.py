@@ -123,7 +123,7 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
             f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"
         )
     if options.num_output_tokens:
-        raise UserError(f"draft_vocab {options.draft_vocab} is for draft models, the head {spec} has its own output layer")
+        raise UserError(f"draft_vocab {options.draft_vocab} is for draft models, the head {spec} has its own")
     trained_on = fields_of(read_optional_json(path / "config.json"), "outpace") if path.is_dir() else {}
     tokenizer = target.tokenizer.fingerprint[:16] if "tokenizer" in trained_on else None
     if tokenizer != trained_on.get("tokenizer"):

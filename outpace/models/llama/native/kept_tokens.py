@@ -10,8 +10,6 @@ import numpy as np
 
 from outpace.models.llama.native.weights import PANEL
 
-USUAL_TOKENS = 49152
-MIN_SHARE = 0.15  # of a pass's weights that an output layer must have to be reduced without being asked
 MAX_ADDED = 4096  # tokens that are kept besides the first ones
 
 

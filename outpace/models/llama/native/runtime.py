@@ -23,7 +23,6 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.kept_tokens import MIN_SHARE, USUAL_TOKENS, KeptTokens
 from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, MIN_VOCAB, NATIVE_KV
@@ -31,7 +30,11 @@ from outpace.models.options import INT8, MIN_VOCAB, NATIVE_KV
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outpace.models.llama.native.kept_tokens import KeptTokens
+
 DEFAULT = NativeOptions()
+USUAL_TOKENS = 49152  # of a reduced output layer
+MIN_SHARE = 0.15  # of a pass's weights that an output layer must have to be reduced without being asked
 
 USUAL_PLACES = 32  # pending nodes whose stash is counted as a session's memory
 CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers; each may stash a megabyte until the next pass
@@ -391,6 +394,8 @@ class NativeLlama(Model):
         if self.ends.kept is not None:
             raise UserError(f"draft_vocab is {tokens}, but the draft's files reduce its output layer to {head.outputs}")
         check_whole("draft_vocab", tokens, MIN_VOCAB, head.outputs)
+        from outpace.models.llama.native.kept_tokens import KeptTokens
+
         self.kept_tokens = KeptTokens(tokens, head.outputs)
 
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
