@@ -55,11 +55,17 @@ def test_explain_shows_the_plan_of_each_round(run: Run, tiny: Path) -> None:
     assert sum(one["emitted"] for one in found["rounds"]) == len(found["tokens"])
     for one in found["rounds"]:
         plan = one["plan"]
-        assert set(plan) == {"widths", "tokens", "seconds", "price", "why"}
+        assert set(plan) == {"widths", "tokens", "seconds", "price", "why", "estimates"}
+        if (known := plan["estimates"]) is not None:
+            assert known["requests"] == 1
+            assert len(known["acceptance"]) == max(known["levels"], 1)
         assert one["verified_rows"] == 1 or plan["widths"]
         assert 1.0 <= plan["tokens"] <= one["verified_rows"]
         assert plan["why"]
+    assert any(one["plan"]["estimates"] for one in found["rounds"])
     words = ("generate", PROMPT, "--target", str(tiny), "--max-tokens", "12", "--explain")
+    _, _, err = run(*words, "--method", "auto", "--draft", "layers:0", "--drafter", "model")
+    assert "what levels were chosen by" in err
     _, _, err = run(*words, "--method", "auto")
     assert "why no more" in err
     assert "rounds wrote 12 tokens" in err

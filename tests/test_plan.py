@@ -270,3 +270,13 @@ def test_a_captured_graph_is_paid_once() -> None:
         for _ in rounds_of(engine, world, "auto", 8, 192):
             pass
     assert world.num_captures["capture (flagged)"] <= 6
+
+
+def test_a_plan_says_what_it_was_computed_from() -> None:
+    batch, known = BatchState(4, 2, 10, 50, 400.0), estimates_of(reading=lambda tokens: 0.1 * tokens)
+    found = known.at(batch, 2, 4)
+    assert (found.requests, found.levels, found.acceptance) == (4, 2, (0.8, 0.8))
+    assert found.pass_seconds == pytest.approx(10.0 + 0.03 * (4 + 4 * 2))
+    assert found.step_seconds == pytest.approx(1.5 + 0.02 * 4)
+    assert found.reading_seconds == pytest.approx(6.0)
+    assert known.at(batch, 0, 4).acceptance == (0.8,), "of one level where none was chosen"

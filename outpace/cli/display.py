@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
     from outpace.cluster.remote_target import RemoteStream
-    from outpace.core.stats import RoundStats
+    from outpace.core.stats import PlanEstimates, RoundStats
 
 DRAFTED = "green"
 GREY = "bright_black"
@@ -79,8 +79,8 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}")
     title = "by round: measured, and in brackets what the planner expected"
     table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
-    for column in ("round", "widths", "rows", "tokens", "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for column, width in (("round", 5), ("widths", 6), ("rows", 4), ("tokens", 8), ("ms", 11)):
+        table.add_column(column, justify="right", no_wrap=True, min_width=width, max_width=max(width, 12))
     table.add_column("why no more", no_wrap=True, overflow="ellipsis")
     for number, one in enumerate(rounds, 1):
         plan, tokens, seconds = one.plan, str(one.emitted), f"{1e3 * one.seconds:.1f}"
@@ -89,6 +89,26 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
             widths, why = " ".join(map(str, plan.widths)) or "none", plan.why
             tokens, seconds = f"{tokens} ({plan.tokens:.2f})", f"{seconds} ({1e3 * plan.seconds:.1f})"
         table.add_row(str(number), widths, str(one.verified_rows), tokens, seconds, why)
+    stderr().print(table)
+    _show_estimates([one.plan and one.plan.estimates for one in rounds])
+
+
+def _show_estimates(rounds: Sequence[PlanEstimates | None]) -> None:
+    """Print to stderr what the plans were computed from, from each round in which levels or acceptance changed."""
+    if not any(rounds):
+        return
+    title = "what levels were chosen by, from rounds in which it changed; times in ms"
+    table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
+    for column in ("round", "requests", "levels", "plain", "pass", "step", "excess", "reading"):
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    table.add_column("accepted", no_wrap=True, overflow="ellipsis")
+    last = None
+    for number, one in enumerate(rounds, 1):
+        if one is not None and (last is None or (one.levels, one.acceptance) != (last.levels, last.acceptance)):
+            last = one
+            times = one.plain_seconds, one.pass_seconds, one.step_seconds, one.excess_seconds, one.reading_seconds
+            accepted = " ".join(f"{chance:.2f}" for chance in one.acceptance[:4])
+            table.add_row(*map(str, (number, one.requests, one.levels)), *(f"{1e3 * x:.1f}" for x in times), accepted)
     stderr().print(table)
 
 

@@ -91,7 +91,7 @@ def _write(
     printer.end()
     result = stream.finish()
     if as_json:
-        rounds = {"rounds": [one._asdict() | {"plan": one.plan and one.plan._asdict()} for one in result.rounds]}
+        rounds = {"rounds": [one._asdict() | {"plan": one.plan and one.plan.to_dict()} for one in result.rounds]}
         display.print_json(_record(result, params, precision, several=last.choice > 0) | (rounds if explain else {}))
     else:
         display.say(display.summary(result, f"first token {result.time_to_first_token:.2f} s"))

@@ -18,6 +18,19 @@ Positions = tuple[tuple[int, int], ...]
 accepted it."""
 
 
+class PlanEstimates(NamedTuple):
+    """What the plan of a round was computed from, for the levels that it chose or for one. Times in seconds."""
+
+    requests: int
+    levels: int  # chosen for all requests together
+    acceptance: tuple[float, ...]  # by level: chance that a token is accepted after one of the level above
+    plain_seconds: float  # a round of plain decoding
+    pass_seconds: float  # the pass with these levels
+    step_seconds: float  # a draft step of all requests
+    excess_seconds: float  # of the round, beyond its pass and its steps
+    reading_seconds: float  # the texts that the draft model has not read
+
+
 class RoundPlan(NamedTuple):
     """Records what a planner expected of one request's round, and why it stopped drafting."""
 
@@ -26,6 +39,10 @@ class RoundPlan(NamedTuple):
     seconds: float  # expected duration of the round, for all requests; 0: unknown
     price: float  # tokens that each second of drafting and verifying had to bring
     why: str
+    estimates: PlanEstimates | None = None  # None: no draft model was considered
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._asdict() | {"estimates": self.estimates and self.estimates._asdict()}
 
 
 class RoundStats(NamedTuple):

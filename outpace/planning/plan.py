@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from outpace.core.stats import PlanEstimates
+
 _LEAST_GAIN = 0.01  # share of the time that drafting must save, since the best of several estimates is too good
 
 
@@ -28,6 +30,20 @@ class Estimates(NamedTuple):
     acceptance: Callable[[int], float]  # chance that a token of this level is accepted after one of the level above
     reading: Callable[[int], float]  # texts of this many tokens
     capture: Callable[[int, int], float]  # graphs that do not exist yet, by requests that draft and by levels
+
+    def at(self, batch: BatchState, levels: int, drafting: int) -> PlanEstimates:
+        """Return the values for a plan of this many levels."""
+        depth = max(levels, 1)
+        return PlanEstimates(
+            batch.requests,
+            levels,
+            tuple(map(self.acceptance, range(depth))),
+            self.plain,
+            self.pass_seconds(batch.requests + drafting * depth),
+            self.step_seconds(drafting),
+            self.excess(depth),
+            self.reading(batch.behind + batch.unread),
+        )
 
 
 class BatchPlan(NamedTuple):

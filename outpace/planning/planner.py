@@ -235,7 +235,8 @@ class Planner:
         nodes = order[:count]
         seconds = self._costs.pass_seconds(self._context.rows_of_others + 1 + len(nodes))
         tokens = 1.0 + sum(map(chances.__getitem__, nodes))
-        self.plan = RoundPlan((*self._widths,), tokens, seconds + self._draft_seconds, self.price, self._why)
+        expected = tokens, seconds + self._draft_seconds, self.price, self._why, self._context.batch.estimates
+        self.plan = RoundPlan((*self._widths,), *expected)
         return sorted([0, *nodes])
 
     def _max_rows(self, levels: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import exp
 
-from outpace.core.stats import BatchedUpdates, DecayedMean
+from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import DraftSource
 from outpace.planning.cost_model import LOOKUP_WEIGHT, CostModel
@@ -33,6 +33,7 @@ class BatchRows:
 
     rows: int = 0
     state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
+    estimates: PlanEstimates | None = None  # of the last plan of this round
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
     _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
     _num_begun: int = 0  # how many of them have
@@ -57,6 +58,7 @@ class BatchRows:
         if plan is None:
             state, estimates = self.state, costs.estimates(source, acceptance, self.state.requests)
             plan = plan_batch(state, max_levels, estimates) if estimates.plain > 0.0 else BatchPlan(0, 0, 0.0)
+            self.estimates = estimates.at(state, plan.levels, plan.drafting or state.requests)
             if plan.drafting > state.readers:
                 self._new_readers = state.requests if acceptance.weight >= _SEEN else int(not state.readers)
             self._plans[source.name] = plan

@@ -207,7 +207,7 @@ class ChunkFormat(ResponseFormat):
             "draft_ms": round(1000 * step.draft_seconds, 3),
             "target_ms": round(1000 * step.target_seconds, 3),
             "ms": round(1000 * step.seconds, 3),
-            "plan": step.plan and step.plan._asdict(),
+            "plan": step.plan and step.plan.to_dict(),
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
