@@ -148,19 +148,26 @@ class Trees(RuleBasedStateMachine):
                 text = self.texts[number] + self.branch(number, node)
                 assert torch.equal(next(rows), one_by_one(self.model, text)[-1])
 
+    def may_keep(self, number: int) -> bool:
+        """Grow a small tree if there is none, and return whether a path of it may be kept."""
+        if len(self.nodes[number]) < 4 or self.kept[number] is not None:
+            self.grow([4, 4], (number,))
+        held = len(self.texts[number]) + len(self.nodes[number])
+        return self.kept[number] is None and len(self.nodes[number]) > 3 and held < 40
+
     @rule(number=st.integers(0, 1))
     def accept(self, number: int) -> None:
         """Keep the path to some node, or nothing, with the next pass."""
-        if self.kept[number] is None and self.sessions[number].length + len(self.nodes[number]) < 40:
+        if self.may_keep(number):
             self.kept[number] = self.path_to(number, self.random.randrange(PREFIX, len(self.nodes[number])))
 
     @rule(number=st.integers(0, 1))
     def keep_now(self, number: int) -> None:
         """Keep a path at once, with some of the nodes below it as pending nodes."""
-        nodes = self.nodes[number]
-        if self.kept[number] is not None or self.sessions[number].length + len(nodes) > 40:
+        if not self.may_keep(number):
             return
-        last = self.random.randrange(PREFIX, len(nodes))
+        nodes = self.nodes[number]
+        last = self.random.randrange(PREFIX, len(nodes) - 1)
         path = self.path_to(number, last)
         live = list[int]()
         for node, (_, parent) in enumerate(nodes):
@@ -170,6 +177,7 @@ class Trees(RuleBasedStateMachine):
         places = {node: place for place, node in enumerate(live)}
         self.nodes[number] = [(nodes[node][0], places.get(nodes[node][1], PREFIX)) for node in live]
         self.sessions[number].keep(path, live)
+        self.grow([3, 3], (number,))
 
     @rule(number=st.integers(0, 1))
     def copy(self, number: int) -> None:
@@ -212,7 +220,7 @@ def test_any_tree_gives_the_bits_of_its_branches(pairs: Callable[[str], Pair], n
     class Machine(Trees):
         model = pairs(name).model
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=12, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=20, stateful_step_count=8, deadline=None))
 
 
 def test_a_state_is_cut_only_where_a_snapshot_is(pairs: Callable[[str], Pair]) -> None:

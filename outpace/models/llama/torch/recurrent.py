@@ -260,9 +260,7 @@ class RecurrentPass:
         decays, keys = torch.cat([decay, old_decays]), torch.cat([key, old_keys])[:, self._key_heads]
         deltas, out = torch.cat([torch.empty_like(value), old_deltas]), torch.empty_like(value)
         query, heads = query[:, self._key_heads], [memory.heads[layer] for memory in self._memories]
-        states = (
-            torch.stack(heads) if len(heads) > 1 else heads[0][None]
-        )  # [nodes, value heads, key_depth, value_depth]
+        states = torch.stack(heads) if len(heads) > 1 else heads[0][None]  # [nodes, value heads, key and value depth]
         for level in self._levels:
             states = (states if level.above is None else states[level.above]) * decays[level.nodes][..., None, None]
             new, rows = level.new, level.new_rows
