@@ -249,7 +249,7 @@ def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair])
     session.reserve(40)
     held = sum(layer.nbytes for layer in session.kv)
     assert held == session.slots * model.token_bytes == session.slots * 2 * 2 * 16 * 8  # one layer of four
-    with pytest.raises(UserError, match="score after a prefix"):
+    with pytest.raises(UserError, match="a model with recurrent layers cannot score after a prefix"):
         model.check_capability(Capability.LENGTH)
 
 

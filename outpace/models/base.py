@@ -395,6 +395,8 @@ def runtime_name(model: Model) -> str:
 def unsupported(model: Model, capability: Capability) -> UserError:
     """Make the error for a capability that a model lacks."""
     ability, runtimes = capability.value
+    if model.state_bytes:
+        return UserError(f"a model with recurrent layers cannot {ability}")
     return UserError(f"{type(model).__name__} cannot {ability}, models of the runtime {' or '.join(runtimes)} can")
 
 

@@ -120,6 +120,11 @@ class LlamaConfig:
     def num_attention_layers(self) -> int:
         return self.num_layers - self.num_recurrent_layers
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a session's recurrent states, in float32."""
+        return 4 * self.recurrence.state_size * self.num_recurrent_layers if self.recurrence else 0
+
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 

@@ -295,6 +295,10 @@ class NativeLlama(Model):
     def token_bytes(self) -> int:
         return self.config.token_bytes(self.kv_dtype)
 
+    @property
+    def state_bytes(self) -> int:
+        return self.config.state_bytes
+
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
         places = {"places": USUAL_PLACES} if self.recurrence else {}

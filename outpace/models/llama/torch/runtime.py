@@ -102,8 +102,7 @@ class Llama(Model):
 
     @property
     def state_bytes(self) -> int:
-        sizes = self.config.recurrence
-        return 4 * sizes.state_size * self.config.num_recurrent_layers if sizes else 0
+        return self.config.state_bytes
 
     def session_bytes(self, slots: int) -> int:
         sizes = self.config.recurrence
