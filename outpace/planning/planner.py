@@ -192,7 +192,7 @@ class Planner:
                 kept = [chance for chance, leaf in zip(parents, leaves, strict=False) if tree.depth(leaf) <= deepest]
                 parents = [*kept, *parents[len(leaves) :]]
         gains = [acceptance * chance - self._row for chance in sorted(parents, reverse=True)[: model.source.width]]
-        return [*accumulate(gain for gain in gains if gain > 0.0)]
+        return [*accumulate([gain for gain in gains if gain > 0.0])]
 
     def _should_try(self, model: ModelSource) -> bool:
         """Return whether to grow another level although it does not pay as far as is known: of a batch by one request,

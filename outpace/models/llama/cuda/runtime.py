@@ -230,24 +230,24 @@ class GraphLlama(Llama):
 
     def _fill(self, host: dict[str, np.ndarray], start: int, block: Sequence[BatchPart]) -> None:
         """Write the inputs of all parts, each in one assignment."""
-        counts = [len(part.tokens) for _, part, *_ in block]
-        rows = [session.place - start for session, *_ in block]
-        nodes = [node for count in counts for node in range(count)]
-        tokens, depths, seen = list[int](), list[int](), np.zeros((len(nodes), MAX_PENDING), bool)
-        for (session, part, before, visible), row in zip(block, rows, strict=True):
-            below = session.pending_depths
-            host["below"][row, : len(below)] = below
-            seen[len(tokens) : len(tokens) + len(visible), : visible.shape[1]] = visible
+        tokens, depths, places, lengths, slots = list[int](), list[int](), list[int](), list[int](), list[int]()
+        count, width = sum([len(part.tokens) for _, part, *_ in block]), host["tokens"].shape[1]
+        seen = np.zeros((count, MAX_PENDING), bool)
+        for session, part, before, visible in block:
+            row, new, below, length = session.place - start, len(part.tokens), session.pending_depths, session.length
+            host["lengths"][row], host["below"][row, : len(below)] = length, below
+            seen[len(tokens) : len(tokens) + new, : visible.shape[1]] = visible
             tokens += part.tokens
             depths += below[before:]
-        lengths = np.array([session.length for session, *_ in block])
-        places = np.repeat(rows, counts), nodes
-        host["lengths"][rows] = lengths
-        host["tokens"][places], host["depths"][places] = tokens, depths
+            places += range(row * width, row * width + new)
+            lengths += [length] * new
+            slots += range(length + before, length + before + new)
         # A tree may extend past the context; those nodes are never committed.
-        host["positions"][places] = np.minimum(np.repeat(lengths, counts) + depths, self.max_positions - 1)
-        host["slots"][places] = np.repeat(lengths + [before for *_, before, _ in block], counts) + nodes
-        host["bits"][places] = visible_bits(seen)
+        positions = np.minimum(np.add(lengths, depths), self.max_positions - 1)
+        columns: dict[str, Any] = {"tokens": tokens, "depths": depths, "positions": positions, "slots": slots}
+        for name, values in columns.items():
+            np.put(host[name], places, values)
+        host["bits"].reshape(-1, host["bits"].shape[-1])[places] = visible_bits(seen)
 
     def _move(self, start: int, batch: int, block: Sequence[BatchPart]) -> None:
         """Perform the sessions' deferred moves, all in one captured step before the pass."""
