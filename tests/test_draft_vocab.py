@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import run_command
 from files import CONFIG, model_folder
 from passes import open_smollm2
 from safetensors.torch import save_file
@@ -162,3 +163,11 @@ def test_the_layer_is_reduced_where_it_is_a_large_part_of_a_pass() -> None:
     model = open_smollm2()
     model.reduce_output(None)
     assert model.kept_tokens is None, "SmolLM2 has 49,152 tokens"
+
+
+def test_explain_says_how_many_tokens_the_draft_scored() -> None:
+    words = ("generate", "Hi", "--draft", LAYERS, "--draft-vocab", "2048", "--max-tokens", "4", "--explain")
+    code, _, err = run_command(*words)
+    assert code == 0
+    assert "the draft scored 2," in err
+    assert "of 49,152 tokens (--draft-vocab)" in err

@@ -308,6 +308,11 @@ class Model:
         """Whether a pass returns before the device has computed it; the host then waits when it reads the output."""
         return str(self.device) != "cpu"
 
+    @property
+    def num_output_tokens(self) -> int | None:
+        """The tokens that get logits after `reduce_output`; None: all that have any."""
+        return None
+
     def reduce_output(self, tokens: int | None) -> None:
         """Score only the first `tokens` of the vocabulary, and others that the model has read; all others get -inf.
 

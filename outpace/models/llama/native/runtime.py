@@ -388,6 +388,10 @@ class NativeLlama(Model):
         other._skipped = skipped
         return other
 
+    @property
+    def num_output_tokens(self) -> int | None:
+        return None if self.kept_tokens is None else self._known(self.kept_tokens.kept.ids)[0]
+
     def reduce_output(self, tokens: int | None) -> None:
         head = self.ends.head
         if tokens is None:
