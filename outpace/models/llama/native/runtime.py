@@ -241,7 +241,7 @@ class NativeLlama(Model):
         self._layers, self.ends = layers, ends
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
-        self.num_attention_layers = config.num_attention_layers
+        self.num_attention_layers, self._state_bytes = config.num_attention_layers, config.state_bytes
         self.recurrence = native_recurrence(self.kernels, config)
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
@@ -297,7 +297,7 @@ class NativeLlama(Model):
 
     @property
     def state_bytes(self) -> int:
-        return self.config.state_bytes
+        return self._state_bytes
 
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
