@@ -1,7 +1,8 @@
-"""Tiny random models with recurrent layers, written by transformers, and the same weights as GGUF files."""
+"""Tiny random models with recurrent layers, written by transformers, also with an MTP layer, and as GGUF files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from files import CONFIG, add_field, tokenizer_fields
-from safetensors.numpy import load_file
+from files import CONFIG, add_field, folder_of, tokenizer_fields
+from files import write_gguf as write_llama_gguf
+from safetensors.numpy import load_file, save_file
 
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 SIZES: dict[str, Any] = {
@@ -64,14 +66,45 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     return model
 
 
+MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+MTP_LAYER = "mtp.layers.0."
+
+
+def add_mtp(folder: Path, is_exact: bool = False, seed: int = 0) -> dict[str, np.ndarray]:
+    """Add a tokenizer and a random MTP layer to a folder of Qwen3.5; return the layer's tensors.
+
+    If `is_exact`, each token of the target's text depends on the one before only, and the layer drafts the same.
+    """
+    random, file, width = np.random.default_rng(seed), folder / "model.safetensors", QWEN["hidden_size"]
+    tensors, start = load_file(file), "model.layers.3."  # with attention
+    shapes = {MTP_LAYER + name.removeprefix(start): tensors[name].shape for name in tensors if name.startswith(start)}
+    shapes |= {f"mtp.{name}.weight": (width,) for name in MTP_NORMS} | {"mtp.fc.weight": (width, 2 * width)}
+    mtp = {}
+    for name, shape in shapes.items():
+        deviation = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
+        mtp[name] = (random.standard_normal(shape) * deviation).astype(np.float32)
+    if is_exact:
+        for name, values in (tensors | mtp).items():
+            if "norm" in name or name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+                values[:] = 0
+        mtp["mtp.fc.weight"][:] = np.eye(width, 2 * width)  # of the embedding only
+    save_file(tensors | mtp, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    for one in folder_of(write_llama_gguf(folder / "tokenizer.gguf"), folder / "tokenizer").iterdir():
+        one.replace(folder / one.name)
+    return mtp
+
+
 def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
     """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms."""
     family, fields = MODELS[name]
     tensors = load_file(folder / "model.safetensors")
     architecture, layers = {"Qwen3_5": "qwen35", "Lfm2": "lfm2"}[family], fields["num_hidden_layers"]
     writer = gguf.GGUFWriter(path, architecture)
+    has_mtp = any(name.startswith("mtp.") for name in tensors)
     metadata: dict[str, Any] = {
-        "block_count": layers,
+        "block_count": layers + has_mtp,
         "context_length": fields["max_position_embeddings"],
         "embedding_length": fields["hidden_size"],
         "feed_forward_length": fields["intermediate_size"],
@@ -90,7 +123,7 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
         metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
         metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
-        metadata |= {"rope.dimension_sections": [2, 1, 1, 0]}
+        metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
     for key, value in metadata.items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():
@@ -106,7 +139,16 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
     return path
 
 
+MTP_NAMES = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+    MTP_LAYER: "",
+}
 NAMES = {
+    **{one: f"nextn.{one}" for one in ("eh_proj", "enorm", "hnorm")},
+    "shared_head.norm": "nextn.shared_head_norm",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "model.embedding_norm": "token_embd_norm",
@@ -139,6 +181,9 @@ NAMES = {
 
 
 def _converted(name: str, values: np.ndarray, fields: dict[str, Any]) -> tuple[str, np.ndarray]:
+    for own, other in MTP_NAMES.items():
+        if name.startswith(own):
+            name = f"model.layers.{fields['num_hidden_layers']}.{other}{name.removeprefix(own)}"
     layer = name.split(".")[2] if name.startswith("model.layers.") else None
     part = name.removeprefix(f"model.layers.{layer}.") if layer else name
     values = values[:, 0] if values.ndim == 3 else values

@@ -182,7 +182,7 @@ def test_more_layers_than_tensors_are_refused_at_once(targets: Any, tmp_path: Pa
 
 
 def test_targets_without_what_is_needed_are_refused(targets: Any, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="target has no MTP layer that outpace runs: MiMo-7B's checkpoints have one"):
+    with pytest.raises(UserError, match="target has no MTP layer that outpace runs: checkpoints of MiMo-7B and"):
         load(targets["llama", "target"], "mtp")
     other = load_model(folder / "target", runtime="transformers", dtype="float32")
     with pytest.raises(UserError, match=r"reads the hidden states after layer 8, and TransformersModel .* layer 7"):
@@ -190,7 +190,7 @@ def test_targets_without_what_is_needed_are_refused(targets: Any, folder: Path, 
     torn = write_mimo(tmp_path)
     kept = {name: one for name, one in load_file(torn / "model.safetensors").items() if "mtp" not in name}
     save_file(kept, torn / "model.safetensors")
-    with pytest.raises(UserError, match="the weight files hold 0 tensors"):
+    with pytest.raises(UserError, match="has no MTP layer that outpace runs"):
         load(load_model(torn, dtype="float32"), "mtp")
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))

@@ -132,8 +132,8 @@ TARGET = "Target model: hub id, folder or .gguf file; the default is the shipped
 TARGET_NAMES = ("--target", "--model", "-m")
 DRAFT = (
     "Draft model, or a trained head of the target: hub id, folder or .gguf file; auto (a known small model of the same"
-    " family); mtp (a layer in MiMo's files); layers:0-24,26-29 (these layers of the target); or none. The default is"
-    " the shipped draft for the shipped model, else none. May be repeated: each round uses the best."
+    " family); mtp (a layer in the target's files); layers:0-24,26-29 (these layers of the target); or none. The"
+    " default is the shipped draft for the shipped model, else none. May be repeated: each round uses the best."
 )
 # The fields of LoadOptions and BuildOptions that are flags of the commands that load a pair.
 TARGET_FLAGS = ("device", "dtype", "exact", "runtime", "kv_dtype", "graphs", "pp_plan", "trust_remote_code")

@@ -16,7 +16,7 @@ from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import is_packed, locate, open_source
 from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import DRAFTERS, STEERING, fields_of, head_kind, holds_mtp
+from outpace.models.heads.config import DRAFTERS, STEERING, fields_of, head_kind, kind_of_mtp
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 from outpace.models.text.tokenizer import first_difference, tokenizer_of
@@ -83,9 +83,10 @@ def load_draft(
         return fit_draft(replace(draft, name=str(spec), files=None), target)
     options = replace(options or LoadOptions(), **changes)
     if spec == MTP_DRAFT:
-        if target.files is None or not holds_mtp(target.config):
-            raise UserError(f"{target.name} has no MTP layer that outpace runs: MiMo-7B's checkpoints have one")
-        return _load_head(spec, target.files(), target, options)
+        if (files := find_mtp(target)) is None:
+            known = "checkpoints of MiMo-7B and of Qwen3.5 to 3.8 have one, if it was not left out of a copy"
+            raise UserError(f"{target.name} has no MTP layer that outpace runs: {known}")
+        return _load_head(spec, files, target, options)
     if (path := find_head(spec, progress)) is not None:
         return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
@@ -94,8 +95,18 @@ def load_draft(
 
 def known_draft(target: Loaded) -> str:
     """Return the draft that "auto" is for a target, from the target's folder if it is there; UserError if none is."""
-    spec = MTP_DRAFT if holds_mtp(target.config) else find_draft(target.name, target.config)
+    spec = MTP_DRAFT if find_mtp(target) else find_draft(target.name, target.config)
     return sibling(target.name, spec) or spec
+
+
+def find_mtp(target: Loaded) -> Path | None:
+    """Return the target's files if they hold an MTP layer that outpace runs, else None."""
+    if target.files is None or kind_of_mtp(target.config) is None:
+        return None
+    from outpace.models.heads.files import open_mtp
+
+    path = target.files()
+    return path if open_mtp(path).tensors else None
 
 
 def find_head(spec: Any, progress: Progress = silent) -> Path | None:
@@ -128,7 +139,8 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
     tokenizer = target.tokenizer.fingerprint[:16] if "tokenizer" in trained_on else None
     if tokenizer != trained_on.get("tokenizer"):
         raise UserError(f"the head {spec} was trained for a target with another tokenizer than {target.name}")
-    model = load_head(path, target.model, target.config, target.tokenizer.size, target.files, options)
+    files, is_mtp = target.files, spec == MTP_DRAFT
+    model = load_head(path, target.model, target.config, target.tokenizer.size, files, options, is_mtp)
     model.vocab_size = min(model.vocab_size, target.model.vocab_size)
     drafter, notices = DRAFTERS[model.head.kind], [*filter(None, [model.notice]), *model.head.notices]
     if "weights" in trained_on and target.files and weights_digest(target.files()) != trained_on["weights"]:

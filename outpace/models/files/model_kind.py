@@ -76,6 +76,7 @@ TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
 EMBEDDING = "embed_tokens.weight"  # the name's end; what precedes it is the prefix of the language model
 # All tensors of a language model without a prefix; a head that drafts has others.
 BACKBONE = ("embed_tokens.", "layers.", "norm.", "rotary_emb.", "lm_head.")
+MTP = re.compile(r"(model\.)?mtp\.")  # beginning of the names of a layer for multi-token prediction
 OUTER_FIELDS = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config")
 
 
@@ -112,6 +113,8 @@ def language_model_names(stored: Collection[str], drops_others: bool = False) ->
         prefix = "model."  # a head that drafts, with names of its own
 
     def own_name(name: str) -> str | None:
+        if MTP.match(name):
+            return name
         before, output, rest = name.partition("lm_head.")
         if output and prefix.startswith(before):
             return output + rest

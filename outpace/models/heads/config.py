@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.llama.config import qwen35
 from outpace.models.llama.config.llama_config import LlamaConfig
 
 EAGLE3, EAGLE4, P_EAGLE, DFLASH, DSPARK = "EAGLE-3", "EAGLE-4", "P-EAGLE", "DFlash", "DSpark"
-EAGLE1, MTP, MEDUSA, SPECFORMER = "EAGLE-1", "MTP of MiMo", "Medusa", "SpecFormer"
+EAGLE1, MEDUSA, SPECFORMER = "EAGLE-1", "Medusa", "SpecFormer"
+MIMO_MTP, QWEN_MTP = "MTP of MiMo", "MTP of Qwen3.5"
+MTP_LAYERS = (MIMO_MTP, QWEN_MTP)  # kinds in the files of their targets
 BLOCKS = (DFLASH, DSPARK)  # kinds that draft a block of mask tokens
-JOINED = (EAGLE1, MTP)  # kinds whose fc reads a token's embedding and a feature
+JOINED = (EAGLE1, *MTP_LAYERS)  # kinds whose fc reads a token's embedding and a feature
 DRAFTERS = {  # the drafter that runs a kind
     EAGLE3: "eagle",
     P_EAGLE: "parallel",
     DFLASH: "block",
     DSPARK: "block",
     EAGLE1: "eagle",
-    MTP: "eagle",
+    MIMO_MTP: "eagle",
+    QWEN_MTP: "eagle",
     MEDUSA: "block",
     SPECFORMER: "specformer",
 }
@@ -52,7 +56,7 @@ ARCHITECTURES = (  # a part of architectures[0] in lower case, and the kind; the
     ("eagle", EAGLE1),
     ("medusa", MEDUSA),
     ("specformer", SPECFORMER),
-    (MTP.lower(), MTP),
+    *((kind.lower(), kind) for kind in MTP_LAYERS),
 )
 STEERING = "steering.safetensors"  # in the folder of a draft model that the target's hidden states steer
 FIELDS = (("dflash_config", DFLASH), ("medusa_num_heads", MEDUSA))  # field of config.json, and kind
@@ -143,11 +147,14 @@ def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | N
     return None
 
 
-def holds_mtp(config: Mapping[str, Any]) -> bool:
-    """Return whether a target's config.json says that its files hold an MTP layer of a supported kind."""
-    count = config.get("num_nextn_predict_layers")
-    is_mimo = config.get("model_type") == "mimo" and "outpace" not in config  # not a draft distilled from one
-    return is_mimo and isinstance(count, int) and count > 0
+def kind_of_mtp(config: Mapping[str, Any]) -> str | None:
+    """Return the kind of MTP layer that a target's config.json announces in its files; None without a supported one."""
+    match dict(config):
+        case {"model_type": "mimo", "num_nextn_predict_layers": int(count)} if count > 0 and "outpace" not in config:
+            return MIMO_MTP  # unless it is a draft that outpace distilled from one
+        case {"model_type": qwen35.MODEL_TYPE, qwen35.MTP_LAYERS: 1}:
+            return QWEN_MTP
+    return None
 
 
 def check_kind(kind: str, where: object) -> None:

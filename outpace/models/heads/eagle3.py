@@ -5,8 +5,8 @@ the target has computed, f_t = fc(the target's hidden states); for drafted nodes
 So a session holds the text from its second token on, and a queue of features: those of the committed tokens to be read
 next, and that of the tree's root.
 
-EAGLE-1 (arXiv:2401.15077; EAGLE-2 and HASS have the same files) and the MTP layer of MiMo read one hidden state, after
-the target's last layer and final norm, and `fc` joins it with the token's embedding.
+EAGLE-1 (arXiv:2401.15077; EAGLE-2 and HASS have the same files) and the MTP layers of MiMo and Qwen3.5 read one hidden
+state, after the target's last layer and final norm, and `fc` joins it with the token's embedding.
 
 P-EAGLE (the same layout with `mask_hidden`) drafts several tokens in one forward: the root's slot is followed by slots
 of a mask token, whose feature is the same at every place.
@@ -22,7 +22,7 @@ import numpy as np
 from outpace.core.arrays import join_rows, torch
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Model, Part, Session, apply_keep, check_forest
-from outpace.models.heads.config import MTP, HeadConfig
+from outpace.models.heads.config import MIMO_MTP, HeadConfig
 
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -155,7 +155,7 @@ class EagleModel(HeadModel):
 
 
 class JoinedModel(EagleModel):
-    """EAGLE-1 and MiMo's MTP layer: `fc` joins a token's embedding and a feature to the input of an ordinary layer.
+    """EAGLE-1 and MTP layers: `fc` joins a token's embedding and a feature to the input of an ordinary layer.
 
     The feature of a position is what the target's output layer reads; that of a drafted node is its parent's output.
     `received` returns hidden states as the runtime computes with them, and `embed` returns the embeddings of tokens.
@@ -168,8 +168,8 @@ class JoinedModel(EagleModel):
         return self.normed("target_norm", self.received(hidden[0]), self.head.target_eps)
 
     def residual(self, features: Any, part: Part) -> Any:
-        embedded, session = self.embed(part.tokens), part.session
-        if self.head.kind == MTP and not session.length + session.pending:
+        embedded, session, is_mimo = self.embed(part.tokens), part.session, self.head.kind == MIMO_MTP
+        if is_mimo and not session.length + session.pending:
             embedded[0] = 0.0  # MiMo was trained without the embedding at the first position
         both = [self.normed("embed_norm", embedded), self.normed("hidden_norm", features)]
-        return self.multiply(join_rows(both[::-1] if self.head.kind == MTP else both, 1))
+        return self.multiply(join_rows(both[::-1] if is_mimo else both, 1))

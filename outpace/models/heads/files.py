@@ -1,7 +1,7 @@
 """Opens the files of a head; its tensors have the same names in every layout.
 
 A head is a folder with config.json and safetensors or a pickle of tensors, a .gguf file of the architecture eagle3 or
-dflash, or a layer in the files of a MiMo target. Layer 0 is called `midlayer` in EAGLE-3's own files and `layers.0`
+dflash, or an MTP layer in the files of its target. Layer 0 is called `midlayer` in EAGLE-3's own files and `layers.0`
 here.
 """
 
@@ -17,11 +17,18 @@ import numpy as np
 
 from outpace.core.errors import UserError, require
 from outpace.models.files.checkpoint import INDEX, MEDUSA, SINGLE, Checkpoint
-from outpace.models.files.gguf.config import HARMLESS, NEUTRAL, read_scaling, shortest_decimal, unknown_metadata
+from outpace.models.files.gguf.config import (
+    HARMLESS,
+    NEUTRAL,
+    read_model,
+    read_scaling,
+    shortest_decimal,
+    unknown_metadata,
+)
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry, ggml_type, open_gguf_model
 from outpace.models.files.gguf.source import can_read, deinterleave_rope, dequantise
 from outpace.models.files.reading import DTYPES, check_file, read_json, read_optional_json
-from outpace.models.heads.config import DFLASH, EAGLE3, MTP, head_kind, holds_mtp, verifier_of
+from outpace.models.heads.config import DFLASH, EAGLE3, MIMO_MTP, QWEN_MTP, head_kind, kind_of_mtp, verifier_of
 from outpace.models.heads.fields import agreed
 from outpace.models.llama.config.fields import FULL, SLIDING, ReadFields, size
 from outpace.models.llama.weight_sources import StoredMatrix
@@ -47,13 +54,22 @@ GGUF_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
 NORMS = {"eagle3": "input_norm", "dflash": "hidden_norm"}  # the meaning of enc.output_norm, by architecture
 INTERLEAVED = ("attn_q", "attn_k")  # in eagle3, the two rows of a rotary pair are neighbours
-MTP_LAYER = "model.mtp_layers."  # beginning of the names of MiMo's MTP layer, in the target's own files
+MTP_NAMES = {MIMO_MTP: "mtp_layers.", QWEN_MTP: "mtp."}  # beginnings of names, after "model." or nothing
+GGUF_MTP_NAMES = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "embed_norm",
+    "nextn.hnorm": "hidden_norm",
+    "nextn.shared_head_norm": "norm",
+    "nextn.shared_head_head": "lm_head",
+    "nextn.embed_tokens": "embed_tokens",
+}
 MEDUSA_HEADS = "medusa_head."
 BLOCK_OF_MEDUSA = re.compile(r"^(\d+)\.(\d+)\.linear\.")  # numbers of head and block
 OUTPUT_OF_MEDUSA = re.compile(r"^(\d+)\.\d+\.(?=weight$)")
@@ -66,6 +82,9 @@ RENAMED = {  # the first that a name begins with counts
     "mtp_layers.0.hidden_layernorm.": "hidden_norm.",
     "mtp_layers.0.final_layernorm.": "norm.",
     "mtp_layers.0.": "layers.0.",
+    "mtp.pre_fc_norm_embedding.": "embed_norm.",
+    "mtp.pre_fc_norm_hidden.": "hidden_norm.",
+    "mtp.": "",
     "embed_layernorm.": "embed_norm.",
     "post_embedding_layernorm.": "embed_norm.",
     "embedding_layernorm.": "embed_norm.",  # this and the next three by speculators
@@ -80,7 +99,7 @@ def kind_of_head(path: Path) -> str | None:
     if path.suffix.lower() == ".gguf":
         return GGUF_KINDS.get(str(open_gguf_model(path).metadata.get("general.architecture")))
     config = read_optional_json(path / "config.json")
-    kind = MTP if holds_mtp(config) else head_kind(config)
+    kind = head_kind(config)
     may_be_older = config.get("num_hidden_layers") == 1 and "outpace" not in config  # known by its tensors only
     return kind or (head_kind(config, open_head(path).tensors) if may_be_older else None)
 
@@ -165,12 +184,52 @@ def open_head(path: Path) -> HeadFiles:
         return HeadFiles(path, read_json(path / "config.json"), _read_pickle(pickled))
     checkpoint = Checkpoint.open(path)
     config, names = checkpoint.config, list(checkpoint.names())
-    if holds_mtp(config):
-        names = [name for name in names if name.startswith(MTP_LAYER)]
-        config = {**config, "architectures": [MTP], "num_hidden_layers": 1}
     if any(name.startswith(MEDUSA_HEADS) for name in names):  # the file also holds the whole target
         names = [name for name in names if name.startswith(MEDUSA_HEADS)]
     return HeadFiles(path, config, {name: _folder_tensor(checkpoint, name) for name in names})
+
+
+def open_mtp(path: Path) -> HeadFiles:
+    """Open the MTP layer in a target's files; the result has no tensors if there is none. Its norms have their whole
+    weights, which a checkpoint of Qwen3.5 stores minus one."""
+    if path.suffix.lower() == ".gguf":
+        header = open_gguf_model(path)
+        model = read_model(header)
+        start = f"blk.{model.config.num_layers}."
+        tensors = {
+            _canonical_mtp_name(name.removeprefix(start)): _gguf_tensor(name, entry, model.config.head_dim, ())
+            for name, entry in header.tensors.items()
+            if name.startswith(start)
+        }
+        return HeadFiles(path, _mtp_config(model.settings), tensors, True)
+    checkpoint = Checkpoint.open(path)
+    kind = kind_of_mtp(checkpoint.config)
+    names = [name for name in checkpoint.names() if kind and name.removeprefix("model.").startswith(MTP_NAMES[kind])]
+    tensors = {name: _folder_tensor(checkpoint, name) for name in names}
+    if kind == QWEN_MTP:
+        tensors = {name: _plus_one(one) if len(one.shape) == 1 else one for name, one in tensors.items()}
+    return HeadFiles(path, _mtp_config(checkpoint.config), tensors)
+
+
+def _mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json fields of a target's MTP layer."""
+    kind = kind_of_mtp(config)
+    types = {"layer_types": [FULL]} if kind == QWEN_MTP else {}
+    return {**config, **types, "architectures": [kind], "num_hidden_layers": 1}
+
+
+def _plus_one(tensor: HeadTensor) -> HeadTensor:
+    def read() -> np.ndarray:
+        return tensor.read() + np.float32(1)
+
+    return tensor._replace(read=read, weight=read)
+
+
+def _canonical_mtp_name(name: str) -> str:
+    """Translate the name of a tensor in llama.cpp's block of an MTP layer."""
+    stem, _, kind = name.rpartition(".")
+    outer = GGUF_MTP_NAMES.get(stem)
+    return f"{outer}.{kind}" if outer else f"layers.0.{GGUF_NAMES.get(stem, stem)}.{kind}"
 
 
 def _canonical_name(name: str) -> str:

@@ -12,7 +12,7 @@ from outpace.models.files.find import open_source
 from outpace.models.heads.config import BLOCKS, JOINED, MEDUSA, SPECFORMER, check_kind
 from outpace.models.heads.dflash import BlockModel
 from outpace.models.heads.eagle3 import EagleModel
-from outpace.models.heads.files import kind_of_head, open_head
+from outpace.models.heads.files import kind_of_head, open_head, open_mtp
 from outpace.models.heads.medusa import MedusaModel, native_products, torch_products
 from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined, NativeSpecFormer
 from outpace.models.heads.reader import read_head
@@ -30,18 +30,21 @@ def load_head(
     num_tokens: int,
     files: Callable[[], Path] | None,
     options: LoadOptions,
+    is_mtp: bool = False,
 ) -> EagleModel | BlockModel:
     """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
 
     Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that cannot return
     hidden states. `files` finds the target's files, from which an output layer that the head lacks is read; None if
-    the target was not loaded by name.
+    the target was not loaded by name. `is_mtp`: `path` is the target, and the head the MTP layer in it.
     """
-    check_kind(str(kind_of_head(path)), path)
+    if not is_mtp:
+        check_kind(str(kind_of_head(path)), path)
     if target.is_pipeline:
         raise UserError(f"{path} is a trained head, which does not work with pp_plan: name another draft")
     target.check_capability(Capability.HIDDEN)
-    opened, config = open_head(path), {**target_config, "hidden_size": target.config.hidden_size}
+    opened = open_mtp(path) if is_mtp else open_head(path)
+    config = {**target_config, "hidden_size": target.config.hidden_size}
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
     head = read_head(opened, config, target.max_positions, num_layers)
     tokens, rows = head.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)

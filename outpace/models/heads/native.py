@@ -19,6 +19,7 @@ from outpace.models.heads.specformer import SlotModel, SpecFormerModel, context_
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession, host_floats
 from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, matrix_of_rows
+from outpace.models.llama.weight_sources import split_fused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,7 +56,8 @@ class NativeHead(NativeLlama):
         the file must have both."""
         check_supported(kernels, head.layers)
         packing = Packing(kernels, options.threads or 1)
-        fetch = Fetch(lambda name: files.weight(name.removeprefix("model.")), read_formats(kernels), options.weights)
+        source = split_fused(head.layers, lambda name: files.weight(name.removeprefix("model.")))
+        fetch = Fetch(source, read_formats(kernels), options.weights)
         shared = target.ends if target else None
         embedding, output, kept = (shared.embedding, shared.head, shared.kept) if shared else (None, None, None)
         if "embed_tokens.weight" in files:

@@ -21,7 +21,7 @@ from outpace.models.heads.config import (
     EAGLE3,
     JOINED,
     MEDUSA,
-    MTP,
+    MTP_LAYERS,
     P_EAGLE,
     SPECFORMER,
     HeadConfig,
@@ -90,7 +90,7 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
         files.check_shapes(_shapes(head, files))
         draft_ids(files, head)
     _check_target(config, target, head)
-    unknown = check_unread(config, files.tensors.keys(), target.keys() if kind in (MEDUSA, MTP) else ())
+    unknown = check_unread(config, files.tensors.keys(), target.keys() if kind in (MEDUSA, *MTP_LAYERS) else ())
     named = (f"unknown fields of the head were ignored: {', '.join(unknown)}",) if unknown else ()
     return replace(head, notices=files.notices + head.notices + named)
 
@@ -198,7 +198,7 @@ def _read_eagle(head: HeadConfig, config: ReadFields, files: HeadFiles, target: 
 
 def _read_joined(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
     """Read what describes EAGLE-1 heads and MTP layers."""
-    is_mtp, norm, embed_norm = head.kind == MTP, "layers.0.input_layernorm.weight", "embed_norm.weight"
+    is_mtp, norm, embed_norm = head.kind in MTP_LAYERS, "layers.0.input_layernorm.weight", "embed_norm.weight"
     bias = "fusion_bias" if "speculators_model_type" in config else "bias"
     if flag(config, "layernorms", embed_norm in files) != (embed_norm in files):
         held = "the" if embed_norm in files else "no"
@@ -301,10 +301,12 @@ def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int, 
         if SLIDING in (fields.get("layer_types") or ()):
             fields.setdefault("use_sliding_window", True)
     attention, mlp = "layers.0.self_attn.", "layers.0.mlp."
+    found = from_dict(
+        {**fields, "model_type": own.get("model_type", "llama")}, own.asked if isinstance(own, ReadFields) else None
+    )
     return replace(
-        from_dict(
-            {**fields, "model_type": own.get("model_type", "llama")}, own.asked if isinstance(own, ReadFields) else None
-        ),
+        found,
+        norm_offset=0.0 if kind in MTP_LAYERS else found.norm_offset,  # `open_mtp` has added it
         max_positions=max_positions,  # the head's own number only sizes a table
         tie_embeddings=False,
         attention_bias=attention + "q_proj.bias" in files,
@@ -382,7 +384,7 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
         norms, shapes = (), slot_shapes(head)
     if head.kind in JOINED:
         shapes["fc.weight"] = (hidden, 2 * hidden)
-        norms = tuple(name for name in JOINED_NORMS if head.kind == MTP or f"{name}.weight" in files)
+        norms = tuple(name for name in JOINED_NORMS if head.kind in MTP_LAYERS or f"{name}.weight" in files)
     shapes |= {f"{name}.weight": (hidden,) for name in norms}
     if head.has_fc_bias:
         shapes["fc.bias"] = (hidden,)
@@ -422,7 +424,7 @@ def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]
     takes_features = layers.takes_features and not number
     inputs = 2 * hidden if takes_features else hidden
     matrices = {
-        "self_attn.q_proj": (queries, inputs, layers.attention_bias),
+        "self_attn.q_proj": (queries * (1 + layers.output_gate), inputs, layers.attention_bias),
         "self_attn.k_proj": (keys, inputs, layers.attention_bias),
         "self_attn.v_proj": (keys, inputs, layers.attention_bias),
         "self_attn.o_proj": (hidden, queries, layers.output_bias),

@@ -24,6 +24,7 @@ from outpace.models.llama.torch.attention import SessionRows, WindowView
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.torch.session import LlamaSession
 from outpace.models.llama.torch.weights import FetchTensor, Normed, load_head, load_keys_and_values, load_layer
+from outpace.models.llama.weight_sources import split_fused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,7 +86,7 @@ class TorchHead(Llama):
 
         ids = draft_ids(files, head) if "lm_head.weight" in files else None
         tokens = None if ids is None else torch.from_numpy(ids).to(device)
-        return cls(files, head, fetch, tokens, kv_dtype)
+        return cls(files, head, split_fused(head.layers, fetch), tokens, kv_dtype)
 
     def normed_taps(self, hidden: Tensor) -> Tensor:
         rows = self.received(hidden).transpose(0, 1)  # [rows, taps, width]

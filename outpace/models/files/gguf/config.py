@@ -281,6 +281,7 @@ def _qwen35(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         / own["attention.key_length"],
         **{field: own[name] for name, field in SSM.items() if name != "ssm.inner_size"},
         "linear_value_head_dim": inner // heads,
+        qwen35.MTP_LAYERS: own["block_count"] - layers or None,
         "outpace": {qwen35.TILED: True},
     }
 

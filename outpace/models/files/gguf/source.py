@@ -26,7 +26,7 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import FLOATS, StoredMatrix, StoredSize
 from outpace.models.options import Progress, silent
 
-FORMAT_VERSION = 4  # part of the folder's name: raise it when the output changes
+FORMAT_VERSION = 5  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 FILTERS = ("conv1d.weight", "conv.conv.weight")  # ends of names; Hugging Face's have one more dimension

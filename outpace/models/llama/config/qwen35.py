@@ -18,6 +18,7 @@ MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "Qwen3_5ForCausalLM"
 LINEAR = "linear_attention"  # the layer type
 INTERVAL = "full_attention_interval"  # every fourth layer is attention
 PART = 0.25  # rotated share of a head
+MTP_LAYERS = "mtp_num_hidden_layers"  # number of layers for multi-token prediction, beyond those of the model
 TILED = "tiled_value_heads"  # config.json's outpace.tiled_value_heads, of a GGUF file that was converted
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 248320,
