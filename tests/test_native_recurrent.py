@@ -289,3 +289,13 @@ def test_texts_are_equal_under_all_methods(files: dict[str, tuple[Any, Path]], n
                 params = outpace.SamplingParams(max_tokens=24, temperature=0.7, seed=3)
                 texts.append([answer.text for answer in llm.generate(prompts, params)])
     assert all(text == texts[0] for text in texts), texts
+
+
+@pytest.mark.parametrize(("name", "layers"), [("native", "3"), ("native", "0-2"), ("lfm2", "0"), ("lfm2", "1-3")])
+def test_any_layers_of_a_model_draft_for_it(files: dict[str, tuple[Any, Path]], name: str, layers: str) -> None:
+    """The kinds of layers are those of the file's layers; torch runs a draft without attention."""
+    with outpace.LLM(str(files[name][1]), f"layers:{layers}", method="speculative") as llm:
+        fast = llm.stream("abc abc", max_tokens=24).finish()
+        plain = llm.stream("abc abc", max_tokens=24, plain=True).finish()
+    assert fast.tokens == plain.tokens
+    assert fast.figures.drafted > 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from outpace.core.arrays import torch
 from outpace.core.errors import UserError, require
 from outpace.core.machine import free_bytes
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
-from outpace.models.llama.weight_sources import FLOATS
+from outpace.models.llama.weight_sources import FLOATS, source_of
 from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, OFF, LoadOptions, has_bfloat16
 
 GIB = 1 << 30
@@ -81,31 +82,36 @@ def check_pair(options: LoadOptions, draft_device: str | None) -> None:
         check_device(draft_device)
 
 
-def check_memory(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> None:
+def check_memory(
+    source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None, layers: Sequence[int]
+) -> None:
     """Raise UserError if a model's weights do not fit in the free memory of its device.
 
     `source`: where they are read from. `formats`: a file's formats that the native kernels read; None: torch runs it.
+    `layers`: the file's layers that `config` has.
     """
     if not (options.is_on_cpu or options.is_on_cuda):
         return
-    needed, free = _weight_bytes(source, config, options, formats), free_bytes(options.device)
+    needed, free = _weight_bytes(source, config, options, formats, layers), free_bytes(options.device)
     if needed > free:
         needs = f"{source.path} needs about {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} are free"
         raise UserError(f"{needs}: choose a smaller model or dtype, or make some of it free")
 
 
-def _weight_bytes(source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None) -> int:
+def _weight_bytes(
+    source: Any, config: LlamaConfig, options: LoadOptions, formats: tuple[str, ...] | None, layers: Sequence[int]
+) -> int:
     """Estimate the bytes of a model's weights from their shapes and, for the kernels, their formats in the file."""
     shapes, total = tensor_shapes(config), 0.0
     if formats is None:
         return sum(map(math.prod, shapes.values())) * options.torch_dtype.itemsize
     for name, shape in shapes.items():
-        count = math.prod(shape)
-        kind, size = source.held(name)
+        count, stored = math.prod(shape), source_of(name, layers)
+        kind, size = source.held(stored)
         if len(shape) < 2:
             total += 4 * count
         elif kind in formats and kind not in FLOATS and options.dtype != INT8:
-            total += size * count / math.prod(source.shape(name))  # a stage of a pipeline may have no embedding
+            total += size * count / math.prod(source.shape(stored))  # a stage of a pipeline may have no embedding
         else:
             total += count * (INT4_BYTES if options.dtype == INT4 and ".layers." in name else INT8_BYTES)
     return int(total)

@@ -243,7 +243,7 @@ def _read(
             raise UserError(f"{path} has recurrent layers, which are not split over processes: leave out pp_plan")
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
         if options.pp_plan is None:
-            check_memory(source, config, options, formats)
+            check_memory(source, config, options, formats, layers)
         else:
             build = _staged(build, source, options, formats)
 
@@ -267,7 +267,7 @@ def _staged(
     from outpace.models.files.cache import weights_digest
 
     def check_fit(stage: LlamaConfig) -> None:
-        check_memory(source, stage, options, formats)
+        check_memory(source, stage, options, formats, range(stage.num_layers))
 
     shared = ("dtype", "exact", "kv_dtype", "pp_plan", "layers")
     identity: dict[str, Any] = {"outpace": version("outpace"), "arithmetic of the kernels": kernels.ARITHMETIC}

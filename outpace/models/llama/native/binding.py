@@ -48,6 +48,8 @@ def read_formats(kernels: Any) -> tuple[str, ...]:
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
     """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
     sizes = config.recurrence
+    if not config.num_attention_layers:
+        raise UnsupportedShape(f"none of the {config.num_layers} layers has attention, native kernels need one")
     depths = {"channels": sizes.channels} if sizes else {}
     if sizes and sizes.is_delta_net:
         depths |= {"linear_key_head_dim": sizes.key_depth, "linear_value_head_dim": sizes.value_depth}
