@@ -149,7 +149,7 @@ def read_layout(config: Any) -> CacheLayout:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_SHARING_LAYERS):
             raise UserError(
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
-                " back: models with recurrent or compressed memory cannot be sped up by speculation here"
+                " back: the runtime transformers takes no models with recurrent or compressed memory"
             )
     return CacheLayout(_windows(getattr(config, "layer_types", None), layers), _objection(config))
 
