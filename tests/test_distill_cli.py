@@ -108,6 +108,25 @@ def test_a_draft_becomes_a_gguf_file(
         assert sentence in capsys.readouterr().err
 
 
+def test_an_interrupt_says_what_is_kept(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.distill.run.distill", interrupt)
+    out = tmp_path / "out"
+    for kept in ("nothing was stored", f"the same command continues in {out}"):
+        assert run_command("--target", target, "--kind", "standalone", "--out", out) == 130
+        assert f"stopped; {kept}" in "".join(capsys.readouterr().err.split("\n"))
+        out.mkdir(exist_ok=True)
+
+
+def test_a_budget_that_is_no_time_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--budget", "abc", "--out", tmp_path / "out") == 2
+    assert capsys.readouterr().err.startswith("error: budget is 'abc', it must be a time")
+
+
 def test_a_budget_is_a_time() -> None:
     found = {text: seconds(text) for text in ("90", "90s", "30m", "1.5h", "1d")}
     assert found == {"90": 90.0, "90s": 90.0, "30m": 1800.0, "1.5h": 5400.0, "1d": 86400.0}

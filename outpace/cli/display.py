@@ -21,6 +21,8 @@ from outpace.cli import process
 from outpace.core.stats import percent
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from outpace.api.stream import Result, Stream
     from outpace.api.text import Piece
     from outpace.cluster.remote_target import RemoteStream
@@ -50,6 +52,18 @@ def say(text: str, style: str = GREY) -> None:
     """Print one line to stderr, wrapped at spaces on a terminal."""
     console = stderr()
     console.print(text, style=style, soft_wrap=not console.is_terminal)
+
+
+@contextmanager
+def saying_what_is_kept(folder: Path | None) -> Iterator[None]:
+    """Say after an interrupt in the block what was kept: the folder in which the same command continues, or None if
+    nothing is kept. It is said here, because the library of the command line hides the interrupt from the program."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"the same command continues in {folder}" if folder and folder.exists() else "nothing was stored"
+        say(f"stopped; {kept}", "yellow")
+        raise
 
 
 def say_recommended(sampling: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outpace.cli import display
 from outpace.cli.flags import common_fields, flag, flags, numbers
 from outpace.cli.options import JSON, SEED, TARGET, TARGET_NAMES, TEXT
-from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
+from outpace.cli.process import sigterm_as_interrupt
 from outpace.core.errors import UserError, require, unknown
 from outpace.core.options import CheckedOptions, whole
 
@@ -133,12 +133,14 @@ def distill(
         raise UserError("--begin is for --write-prompts: it says how the prompts begin")
     if named:
         text = replace(text, stage="judge")  # evaluate only
+    if text.budget is not None:
+        seconds(text.budget)  # refused before anything is imported
     require("outpace distill", "torch")
     if run.gguf is not None:
         _write_gguf(run.out, run.target, run.gguf)
         return
     options = _options(run, text, shape, training, evaluation)
-    with sigterm_as_interrupt(), saying_what_is_kept(run.out):
+    with sigterm_as_interrupt(), display.saying_what_is_kept(run.out):
         if text.write_prompts is None:
             _run(options, run.as_json)
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from outpace.cli import display
 from outpace.cli.flags import flag, flags, flags_of
 from outpace.cli.options import JSON, MAX_TOKENS, TARGET, TARGET_FLAGS, TARGET_NAMES, use_threads
-from outpace.cli.process import saying_what_is_kept, sigterm_as_interrupt
+from outpace.cli.process import sigterm_as_interrupt
 from outpace.core.errors import UserError
 from outpace.models.options import LoadOptions
 
@@ -57,7 +57,7 @@ def judge(
         raise UserError("outpace judge learns from questions: name a file of them with --tasks")
     use_threads(pair.threads)
     options = JudgeOptions(tasks, out, MiningOptions(max_tokens, batch, run_tests))
-    with sigterm_as_interrupt(), saying_what_is_kept(out), ProgressDisplay(as_json) as progress:
+    with sigterm_as_interrupt(), display.saying_what_is_kept(out), ProgressDisplay(as_json) as progress:
         target, draft = load_pair(pair.target, pair.draft, pair.options, BuildOptions())
         if draft is None or draft.is_head:
             raise UserError("a judge learns from a draft model's mismatches: name one with --draft")

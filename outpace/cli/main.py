@@ -85,9 +85,7 @@ def _run(arguments: list[str]) -> int:
             process.silence_output()
         display.say(f"error: {error}", "red")
         return 1 if isinstance(error, LostProcess) else 2
-    except (KeyboardInterrupt, typer.Abort) as interrupt:
-        if interrupt.args:
-            display.say(f"stopped; {interrupt.args[0]}", "yellow")
+    except (KeyboardInterrupt, typer.Abort):
         return process.INTERRUPTED
     except BrokenPipeError:
         process.silence_output()

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -123,17 +122,6 @@ def take() -> bool:
 def _handler() -> _DeferredInterrupt | None:
     handler = signal.getsignal(signal.SIGINT)
     return handler if isinstance(handler, _DeferredInterrupt) else None
-
-
-@contextmanager
-def saying_what_is_kept(folder: Path | None) -> Iterator[None]:
-    """Give an interrupt in the block a sentence about what was kept, which the program shows: the folder in which the
-    same command continues, or None if nothing is kept."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        kept = f"the same command continues in {folder}" if folder and folder.exists() else "nothing was stored"
-        raise KeyboardInterrupt(kept) from error
 
 
 @contextmanager

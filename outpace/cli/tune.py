@@ -11,7 +11,6 @@ from rich.table import Table
 from outpace.cli import display
 from outpace.cli.flags import check_file, flag, flags
 from outpace.cli.options import JSON, ModelFlags
-from outpace.cli.process import saying_what_is_kept
 from outpace.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,7 +45,11 @@ def tune(
     from outpace.bench.tune import TuneOptions, tune
 
     options = TuneOptions(max_tokens=max_tokens, rounds=rounds)
-    with saying_what_is_kept(None), model.open({}, quiet=as_json) as llm, display.loading_bar(as_json, 0.0) as progress:
+    with (
+        display.saying_what_is_kept(None),
+        model.open({}, quiet=as_json) as llm,
+        display.loading_bar(as_json, 0.0) as progress,
+    ):
         found = tune(llm.target, llm.draft, options, progress)
     if as_json:
         record = asdict(found) | {"path": str(found.path) if found.path else None}
