@@ -363,6 +363,17 @@ def test_a_missing_file_is_refused(pair: list[str], tmp_path: Path) -> None:
     assert "none.csv cannot be read: No such file" in said
 
 
+def test_file_and_columns_are_read_before_the_models(csv: Callable[..., str], tmp_path: Path) -> None:
+    for words, says in (
+        ([str(tmp_path / "none.csv")], "none.csv cannot be read"),
+        ([csv(table()), "--value", "load"], "no column 'load', the columns are 'time', 'value'"),
+        ([csv(table()), "--series", "name"], "no column 'name'"),
+    ):
+        status, _, said = run_command("forecast", *words, "--target", "nowhere")
+        assert status == 2
+        assert says in said
+
+
 def test_a_draft_of_another_patch_length_is_refused(pair: list[str], csv: Callable[..., str], tmp_path: Path) -> None:
     PatchTransformer(config(points=6)).save_pretrained(tmp_path / "other")
     status, _, said = run_command("forecast", csv(table()), *pair, "--draft", str(tmp_path / "other"))

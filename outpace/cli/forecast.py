@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from outpace.cli import display
 from outpace.cli.flags import check_plot, flag, flags
 from outpace.cli.options import JSON, use_threads
-from outpace.core.errors import require
+from outpace.core.errors import UserError, require
 
 if TYPE_CHECKING:
     from outpace.studies.timeseries.forecaster import Forecaster, SampledForecast
@@ -63,6 +64,7 @@ def forecast(
     """Forecast time series: quantiles 0.1 to 0.9 of sample paths, as CSV."""
     require("outpace forecast", "timeseries", "torch", "transformers", "pandas")
     check_plot("--plot", plot)
+    _check_columns(file, [name for name in (columns.time, columns.value, columns.series) if name is not None])
     use_threads(models.threads)
     from outpace.studies.timeseries.forecaster import QUANTILES, Forecaster
     from outpace.studies.timeseries.frames import read_csv, to_frame
@@ -114,6 +116,20 @@ def forecast(
         draw(plot, series, found, forecaster.target.patch_length, truths)
         part = f", with the first {MAX_PANELS} of {len(series)} series" if len(series) > MAX_PANELS else ""
         display.say(f"plot: {plot}{part}")
+
+
+def _check_columns(file: Path, names: list[str]) -> None:
+    """Raise UserError unless the file's first line has these columns; the models need seconds to load."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            columns = next(csv.reader(lines), [])
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"{file} is not a table of comma-separated values: {error}") from None
+    for name in names:
+        if columns and name not in columns:  # pandas names what is wrong with an empty first line
+            raise UserError(f"there is no column {name!r}, the columns are {', '.join(map(repr, columns))}")
 
 
 def _sentence(forecaster: Forecaster, found: SampledForecast) -> str:
