@@ -19,7 +19,7 @@ import outpace
 from outpace.api.llm import LLM
 from outpace.bench.tune import TuneResult
 from outpace.cli import doctor as doctor_file
-from outpace.cli.main import main
+from outpace.cli.main import COMMANDS, main
 from outpace.core import registry, theory
 from outpace.core.errors import install_command
 from outpace.drafters.ngram import NgramDrafter
@@ -284,6 +284,13 @@ def test_tune_reports_the_result(
     assert (code, said in err) == (0, True)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_short_and_ends_with_examples(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    options = [line for line in out.splitlines() if re.match(r"│ +\*? *--", line)]
+    assert (code, len(options) <= 13, out.count("$ outpace ") >= 2) == (0, True, True), out
+
+
 def test_doctor_without_a_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.models.files.find.SHIPPED", "no_such_package")
     monkeypatch.setitem(doctor_file.EXTRAS, "none", ("nothing", "json no_such_module"))
@@ -388,8 +395,9 @@ def test_theory_follows_the_formulas(run: Run) -> None:
     assert found["pipeline"]["travel_time"] == 20.0
     assert found["pipeline"]["travel_time_saved_per_token"] == theory.pipeline_saving(4, 5.0, best["tokens"])
     shown = run("theory", "--drafts", "0.5")[1]
-    assert "Yin et al., 1 draft: ideal speedup 5.00, 20.0 rejections in 100 tokens" in shown
-    assert "Yin et al., 2 drafts: ideal speedup 5.50, 18.2 rejections in 100 tokens" in shown
+    assert "with 1 free draft (Yin et al.): speedup 5.00, 20.0 rejections in 100 tokens" in shown
+    assert "with 2 free drafts (Yin et al.): speedup 5.50, 18.2 rejections in 100 tokens" in shown
+    assert "best: 6 drafted tokens a round, 2.47x plain decoding" in run("theory")[2]
     shown = run("theory", "--acceptance", "1.0", "--cost", "0")[1]
     assert all(said in shown for said in ("sequential limit: none", "11.00"))
 

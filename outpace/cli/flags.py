@@ -72,6 +72,14 @@ COMMON: dict[str, tuple[str, tuple[str, ...]]] = {
             "outpace forecast sales.csv --horizon 3 --backtest",
         ),
     ),
+    "draft-worker": (
+        "draft device dtype drafter width listen insecure api_key_file",
+        ("outpace draft-worker --draft small.gguf", "outpace chat --target big.gguf --worker grpc://127.0.0.1:8100"),
+    ),
+    "demo": (f"{MODEL} max_tokens rounds as_json", ("outpace demo", f"outpace demo {PAIR}")),
+    "methods": ("", ("outpace methods card ngram", "outpace methods --json")),
+    "theory": ("", ("outpace theory --acceptance 0.7 --cost 0.2", "outpace theory --acceptance 0.9,0.8 --drafts 0.5")),
+    "doctor": ("", ("outpace doctor --draft head", "outpace doctor --clean --unused-days 30")),
 }
 
 

@@ -57,9 +57,13 @@ def theory(
         display.stdout().print(f"{name.replace('_', ' ')}: {_speed(limit)}")
     for bound in bounds:
         count, rejections = bound["drafts"], 100 * bound["rejections_per_token"]
-        title = f"Yin et al., {count} draft{'s' if count > 1 else ''}"
+        title = f"with {count} free draft{'s' if count > 1 else ''} (Yin et al.)"
         speed = _speed(bound["ideal_speedup"])
-        display.stdout().print(f"{title}: ideal speedup {speed}, {rejections:.1f} rejections in 100 tokens")
+        display.stdout().print(f"{title}: speedup {speed}, {rejections:.1f} rejections in 100 tokens")
+    best = max(rows, key=lambda row: row["sequential_speedup"])
+    display.say(
+        f"best: {best['draft_length']} drafted tokens a round, {best['sequential_speedup']:.2f}x plain decoding"
+    )
 
 
 def _rates(name: str, text: str) -> list[float]:

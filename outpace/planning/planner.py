@@ -142,7 +142,7 @@ class Planner:
         gains = self._level_gains(tree, model, leaves)
         if width := best_width(gains, self._second_price(model), self._seconds_of_width(model)):
             return width
-        self._why = f"a level adds {gains[0] if gains else 0.0:.2f}, must add {self._step_price(model):.2f}"
+        self._why = f"a level adds {gains[0] if gains else 0.0:.2f} of {self._step_price(model):.2f}"
         return int(not is_worker and not model.levels)
 
     def _seconds_of_width(self, model: ModelSource) -> Callable[[int], float]:
