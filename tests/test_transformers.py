@@ -183,7 +183,11 @@ def test_trees_go_with_either_attention_and_in_half_precision(name: str, dtype: 
     ("name", "changes", "reason"),
     [
         ("mamba", {}, "layer 0 keeps a LinearAttentionLayer, a state from which drafted tokens cannot be taken back"),
-        ("recurrent_gemma", {}, "cannot be taken back: models with recurrent or compressed memory"),
+        (
+            "recurrent_gemma",
+            {},
+            "cannot be taken back: the runtime transformers takes no models with recurrent or compressed",
+        ),
         ("jamba", {}, "layer 0 keeps a LinearAttentionLayer"),
         ("rwkv", {}, "RwkvForCausalLM stores nothing in the given KV cache"),
         ("bart", BART, "BartForCausalLM does not work with a KV cache \\(IndexError: list index out of range\\)"),
