@@ -117,7 +117,7 @@ def test_an_interrupt_says_what_is_kept(
     monkeypatch.setattr("outpace.distill.run.distill", interrupt)
     out = tmp_path / "out"
     for kept in ("nothing was stored", f"the same command continues in {out}"):
-        assert run_command("--target", target, "--kind", "standalone", "--out", out) == 130
+        assert run_command("--target", target, "--kind", "standalone", "--tokens", 99, "--out", out) == 130
         assert f"stopped; {kept}" in "".join(capsys.readouterr().err.split("\n"))
         out.mkdir(exist_ok=True)
 
