@@ -247,16 +247,19 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     if (count == 0) return;
     const Matrix& head = *model_.head_;
     normalize(model_.norm_, in_form_for(head, normalized_), rows, count, member);
-    const int units = forest_.panels ? forest_.num_panels : head.panels().count();
+    if (!forest_.panels) {
+        multiply(model_.num_layers(), head, head, normalized_, count, scores_, model_.outputs(), false, member);
+        return;
+    }
     const Product all{head.panels(),
-                      plan_prefetch(model_.num_layers(), units, head, member),
+                      plan_prefetch(model_.num_layers(), forest_.num_panels, head, member),
                       in_form_for(head, normalized_),
                       count,
                       scores_,
                       model_.num_logits(forest_),
                       false};
-    team_.share(member, units, [&](int unit) {
-        const int panel = forest_.panels ? forest_.panels[unit] : unit;
+    team_.share(member, forest_.num_panels, [&](int unit) {
+        const int panel = forest_.panels[unit];
         Product task = all;
         task.out += static_cast<int64_t>(unit - panel) * kPanel;
         kernels_.product(task, panel);
