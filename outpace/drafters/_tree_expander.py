@@ -268,7 +268,7 @@ class TreeExpander:
             if directives.outcomes or directives.in_levels:
                 special.append(number)
         slots, trees = [state.slots for state, _ in open_trees], [tree for _, tree in open_trees]
-        max_depths = [min(state.depth_left, tree.max_depth - 1) for state, tree in open_trees]
+        max_depths = [state.deepest(tree) for state, tree in open_trees]
         found: list[list[int]] = choose_frontiers(slots, trees, counts, floors, max_depths)
         for number in special:
             (state, tree), count = open_trees[number], counts[number]
