@@ -92,9 +92,10 @@ def test_weights_that_do_not_fit_on_a_gpu_are_refused(one_gpu: None, tmp_path: P
     options = LoadOptions(device="cuda", dtype="float16")
     with open_source(model_folder(tmp_path)) as source:
         config = source.read_config()
-        devices.check_memory(source, config, options, None)
+        wide = replace(config, vocab_size=10_000_000)
+        devices.check_memory(source, config, options, None, range(config.num_layers))
         with pytest.raises(UserError, match=r"needs about 1\.\d GiB of memory, and 1\.0 are free"):
-            devices.check_memory(source, replace(config, vocab_size=10_000_000), options, None)
+            devices.check_memory(source, wide, options, None, range(config.num_layers))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_training_by_computed_states_is_that_by_stored_ones(kind: str, target: P
         first_losses(kind, target, text, tmp_path / text) for text in ("stored", "without")
     )
     assert np.std(stored) > 0.01
-    assert computed == pytest.approx(stored, rel=0.005)
+    assert computed == pytest.approx(stored, rel=0.01)  # stored states are rounded to 16 bits
     assert same == pytest.approx(top1, abs=0.02)
 
 
