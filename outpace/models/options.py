@@ -143,7 +143,9 @@ class LoadOptions(CheckedOptions):
     @property
     def num_output_tokens(self) -> int | None:
         """The tokens that a draft's output layer keeps; None: to be chosen by its sizes, 0: all."""
-        return int(self.draft_vocab) if self.draft_vocab.isdigit() else None if self.draft_vocab == AUTO else 0
+        if self.draft_vocab == AUTO:
+            return None
+        return 0 if self.draft_vocab == ALL else int(self.draft_vocab)
 
     @property
     def is_on_cuda(self) -> bool:

@@ -102,7 +102,7 @@ class LevelMeans:
 
 
 def _mean_below(above: float, sums: tuple[float, float]) -> float:
-    """Return the estimate for a level, given that of the level above and its own sums."""
+    """Return a level's estimate: the mean of its own samples, with the estimate of the level above as the prior."""
     return (sums[0] + PRIOR_WEIGHT * above) / (sums[1] + PRIOR_WEIGHT)
 
 
