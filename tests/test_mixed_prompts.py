@@ -12,9 +12,13 @@ import pytest
 from doubles import QuickToy, make_request, make_rule
 
 from outpace.core.types import Drafter, Request
+from outpace.decoders.auto import Auto
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.decoders.speculative import Speculative
 from outpace.drafters import model as draft_model
+from outpace.drafters._composite import SharedTree
+from outpace.drafters.ngram import NgramDrafter
+from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Part
@@ -270,3 +274,31 @@ def test_a_draft_reads_a_prompt_for_no_longer_than_the_others_can_wait(rule: str
     most = 0.2 / (0.01 / 3)  # tokens
     assert counts[0] < (most if rule == "greedy" else 256) + 16
     assert 256 <= counts[1] < 256 + 16
+
+
+@pytest.mark.parametrize("lookups", [0, 1])
+def test_what_a_draft_reads_is_no_draft_step(lookups: int) -> None:
+    """Its prompt, and what the target wrote while it rested, whether or not it shares the tree with lookups."""
+    target = TimedToy(0.0, row=0.0)
+    model = TimedToy(0.0, first=0.001, row=0.001)
+    model.clock = target.clock  # type: ignore[method-assign]
+    score = model.score
+
+    def score_in_time(forest: Sequence[Part]) -> Any:
+        began = model.now
+        found = score(forest)
+        target.now += model.now - began
+        return found
+
+    model.score = score_in_time  # type: ignore[method-assign]
+    drafter = draft_model.ModelDrafter(model, draft_model.Options())
+    parts = [*[NgramDrafter(NgramOptions())] * lookups, drafter]
+    source = drafter.capabilities.sources[0]
+    with Engine(target, SharedTree(parts), options=EngineOptions(reuse=False), clock=target.clock) as engine:
+        run = engine.submit(make_long(200, max_tokens=120), Auto, Auto.Options())
+        while run.finish_reason is None:
+            engine.step()
+        step, reading = (engine.costs.step_seconds(source, 1), engine.costs.draft_prefill_seconds(source, 200))
+    assert sum(round.accepted for round in run.history.steps) > 20
+    assert step == pytest.approx(0.002, rel=0.6), "a pass over one row or two"
+    assert reading == pytest.approx(0.2, rel=0.1)

@@ -22,6 +22,10 @@ class CompositeState(DraftState):
     parts: list[Any] = field(default_factory=list)
 
     @property
+    def unread(self) -> int:
+        return sum([part.unread for part in self.parts])
+
+    @property
     def held_prefix(self) -> int:
         return max(part.held_prefix for part in self.parts)
 
@@ -113,15 +117,15 @@ class SharedTree(CompositeDrafter):
                 part.grow(inner, trees)
 
     def observe(self, state: CompositeState, seen: Observation) -> None:
-        """Note the observation for each part, which sees it when it drafts next; at once if it contains details of the
-        target pass."""
+        """Note the observation for each part, which sees it when it drafts next; at once if it runs a model, so that
+        `unread` is known, or if the observation contains details of the target pass."""
         layers = self.capabilities.needs.layers
         for number, part in enumerate(self.parts):
             needs = part.capabilities.needs
             if seen.tokens or needs.prompt:
                 own = seen.seen and seen.seen.select(needs, layers)
                 state.parts[number].pending.add(seen._replace(seen=own))
-            if seen.seen is not None:
+            if seen.seen is not None or part.capabilities.runs_model:
                 part.catch_up(state.parts[number])
 
 
