@@ -1,9 +1,11 @@
-"""Time a target pass by instruction set, precision, rows and threads, with the lower bound that bandwidth sets.
+"""Time a target pass by instruction set, precision, rows and threads, beside what the machine could do.
 
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
 All settings are interleaved, round after round, because other jobs on the machine disturb single measurements; minimum
-and median are shown. The lower bound (floor) is the bytes of weights, keys and values over --gigabytes per second. A
-context above 256 tokens repeats one text of 256 tokens, copied in the KV cache. The last line is JSON.
+and median are shown. The lower bound (floor) is the bytes of weights, keys and values over the memory bandwidth. The
+last columns are the fractions, at the minimum, of this bandwidth and of the rate at which as many threads multiply
+bytes in registers, both measured in the run. A context above 256 tokens repeats one text of 256 tokens, copied in the
+KV cache. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
+import outpace_kernels
+
 from outpace.core.arrays import num_cores
+from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
-from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.native.binding import WEIGHTS, NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV
@@ -60,6 +65,13 @@ def time_pass(model: NativeLlama, session: NativeSession, rows: int) -> float:
     return 1e3 * seconds
 
 
+def operations(config: LlamaConfig) -> int:
+    """Return the multiplications and additions of weights in one row of a pass, attention not included."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return 2 * (config.num_layers * layer + config.hidden_size * config.vocab_size)
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,8 +83,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--kv-dtype", default=NATIVE_KV)
     parser.add_argument("--set", nargs="+", default=[""], help="instruction sets (default: the fastest)")
-    parser.add_argument("--gigabytes", type=float, default=35.0, help="memory bandwidth in GB/s")
+    parser.add_argument("--gigabytes", type=float, help="memory bandwidth in GB/s (default: measured)")
     args = parser.parse_args()
+    args.gigabytes = args.gigabytes or memory_bandwidth() / 1e9
     settings = [(name, dtype, threads) for name in args.set for dtype in args.dtype for threads in args.threads]
     models = {setting: open_model(args, *setting) for setting in settings}
     sessions = {setting: session_of(model, args.context, max(args.rows)) for setting, model in models.items()}
@@ -84,6 +97,11 @@ def main() -> None:
     report(args, {setting[:2]: model for setting, model in models.items()}, times)
 
 
+def pass_bytes(args: argparse.Namespace, model: NativeLlama) -> int:
+    """Return the bytes that a pass reads at least."""
+    return model.weight_bytes + args.context * model.token_bytes
+
+
 def report(
     args: argparse.Namespace,
     models: dict[tuple[str, str], NativeLlama],
@@ -91,19 +109,28 @@ def report(
 ) -> None:
     """Print the table and the JSON line."""
     for (_, dtype), model in models.items():
-        weights = model.weight_bytes
-        floor = 1e-6 * (weights + args.context * model.token_bytes) / args.gigabytes
+        weights, floor = model.weight_bytes, 1e3 * pass_bytes(args, model) / args.gigabytes / 1e9
         held = f"{model.instruction_set}, {dtype}"
-        print(f"{held}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:g} GB/s")
+        print(f"{held}: {weights / 1e6:.0f} MB of weights, floor {floor:.1f} ms at {args.gigabytes:.0f} GB/s")
     print(f"{args.context} tokens of context; load", *(f"{x:.1f}" for x in os.getloadavg()))
-    print("set          dtype  threads  rows  minimum ms  median ms  rows/s at the minimum")
-    found = []
+    print("set          dtype  threads  rows  minimum ms  median ms  rows/s  of bandwidth  of multiply rate")
+    found, rates = [], dict[tuple[str, int], float]()
     for (asked, dtype, threads, rows), values in sorted(times.items()):
-        name = models[asked, dtype].instruction_set
-        low, middle = min(values), statistics.median(values)
-        print(f"{name:12} {dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:12.0f}")
+        model = models[asked, dtype]
+        name, low, middle = model.instruction_set, min(values), statistics.median(values)
+        if (name, threads) not in rates:
+            rates[name, threads] = outpace_kernels.multiply_rate(name, threads)
+        of_bandwidth = pass_bytes(args, model) / (1e-3 * low) / (1e9 * args.gigabytes)
+        of_rate = operations(model.config) * rows / (1e-3 * low) / rates[name, threads]
+        print(
+            f"{name:12} {dtype:5} {threads:8} {rows:5} {low:11.2f} {middle:10.2f} {1e3 * rows / low:7.0f}"
+            f" {of_bandwidth:13.2f} {of_rate:17.2f}"
+        )
         measured = {"minimum_ms": round(low, 3), "median_ms": round(middle, 3)}
+        measured |= {"of_bandwidth": round(of_bandwidth, 3), "of_multiply_rate": round(of_rate, 3)}
         found.append({"instruction_set": name, "dtype": dtype, "threads": threads, "rows": rows, **measured})
+    for (name, threads), rate in rates.items():
+        print(f"{name}, {threads} threads: {rate / 1e12:.2f} TOP/s in registers")
     print(json.dumps({"context": args.context, "passes": found}))
 
 

@@ -198,3 +198,11 @@ ENGLISH = (
     "swim in the pool below the bridge, and in the evening their parents sit on the bank and talk about the harvest. "
     "No one remembers a winter in which the pool froze over, though the schoolmaster has read of one in a letter."
 )
+
+
+def test_the_rate_of_products_is_measured_for_each_set() -> None:
+    assert all(0.0 < kernels.multiply_rate(name, threads, 0.001) < 1e15 for name in SETS for threads in (1, 2))
+    with pytest.raises(ValueError, match="cannot run instruction set sse9"):
+        kernels.multiply_rate("sse9")
+    with pytest.raises(ValueError, match="at least 1"):
+        kernels.multiply_rate(threads=0)

@@ -30,6 +30,7 @@ from outpace_kernels._native import (
     blocks_of_words,
     choose_frontiers,
     instruction_sets,
+    multiply_rate,
     rank,
     round_to_q4_1,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "blocks_of_words",
     "choose_frontiers",
     "instruction_sets",
+    "multiply_rate",
     "rank",
     "round_to_q4_1",
 ]

@@ -5,8 +5,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
+#include <numeric>
 #include <stdexcept>
+#include <thread>
 
 #include "binding.h"
 #include "rounding.h"
@@ -286,6 +289,32 @@ std::vector<std::string> instruction_sets() {
     return names;
 }
 
+/// Returns the operations (a multiplication or an addition) on bytes per second that `threads` threads reach in
+/// registers for about `seconds`.
+double multiply_rate(const std::string& instruction_set, int threads, double seconds) {
+    using Clock = std::chrono::steady_clock;
+    const Kernels* kernels = find_kernels(instruction_set);
+    if (!kernels) throw std::invalid_argument("this machine cannot run instruction set " + instruction_set);
+    if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+    const auto measure = [&](double* rate) {
+        float sums[kMeasuredSums];
+        int64_t products = 0;
+        const auto start = Clock::now();
+        std::chrono::duration<double> taken{};
+        do {
+            products += kernels->multiply_only(10000, sums);
+            taken = Clock::now() - start;
+        } while (taken.count() < seconds);
+        *rate = 2.0 * products / taken.count();
+    };
+    std::vector<double> rates(threads);
+    std::vector<std::thread> others;
+    for (int i = 1; i < threads; ++i) others.emplace_back(measure, &rates[i]);
+    measure(&rates[0]);
+    for (std::thread& other : others) other.join();
+    return std::accumulate(rates.begin(), rates.end(), 0.0);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -300,6 +329,8 @@ NB_MODULE(_native, m) {
     m.attr("FLOATS") = float_formats();
     m.attr("KV_DTYPES") = kv_formats();
     m.def("instruction_sets", &instruction_sets);
+    m.def("multiply_rate", &multiply_rate, "instruction_set"_a = "", "threads"_a = 1, "seconds"_a = 0.2,
+          nb::call_guard<nb::gil_scoped_release>());
     m.def("round_to_q4_1", &round_rows, "weights"_a, "out"_a);
     m.def("blocks_of_words", &convert_words, "name"_a, "weights"_a, "zeros"_a, "scales"_a, "group"_a, "by_output"_a,
           "first_zero"_a, "out"_a);

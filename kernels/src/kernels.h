@@ -198,6 +198,8 @@ struct Ranked {
     double value;
 };
 
+constexpr int kMeasuredSums = 12 * kLanes;  // most of a tile
+
 /// The functions of one instruction set. All sets give the same bits as the portable one.
 struct Kernels {
     const char* name;
@@ -210,6 +212,7 @@ struct Kernels {
     void (*attend)(const Attend&, int tile, float* scores);  // scores: space for tile_queries times slots
     void (*recur)(const Recur&, int unit, float* states);  // states: space for those of kStateVectors columns
     int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
+    int64_t (*multiply_only)(int rounds, float* out);  // returns the number of products; out [kMeasuredSums]
 };
 
 /// Returns the sets that this machine can run, the fastest first; the last is the portable one.

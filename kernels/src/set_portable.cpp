@@ -5,10 +5,12 @@
 #include "product.h"
 #include "ranking.h"
 #include "filtering.h"
+#include "multiply_rate.h"
 
 namespace outpace {
 
 extern const Kernels portable_kernels;
-const Kernels portable_kernels = {"portable", kQueries, normalize, add_normed, product, gated_product, rotate, attend, recur, rank};
+const Kernels portable_kernels = {
+    "portable", kQueries, normalize, add_normed, product, gated_product, rotate, attend, recur, rank, multiply_only};
 
 }  // namespace outpace
