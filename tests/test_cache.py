@@ -17,6 +17,7 @@ import pytest
 from test_lock import holder
 
 from outpace.cli.main import main
+from outpace.core.errors import UserError
 from outpace.models.files import cache
 from outpace.models.files.cache import list_entries
 
@@ -175,7 +176,7 @@ def test_doctor_goes_on_without_a_cache_folder(run: Callable[..., str], monkeypa
     assert "home folder is not known" in found["missing"]
 
 
-@pytest.mark.parametrize("folder", ["~no_such_user/cache", "{tmp}/file", "{tmp}/file/deeper"])
+@pytest.mark.parametrize("folder", ["~no_such_user/cache", "{tmp}/file", "{tmp}/file/deeper", "/proc/x"])
 def test_a_cache_folder_that_cannot_be_used_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
@@ -192,9 +193,25 @@ def test_a_cache_folder_that_cannot_be_used_is_one_warning(
     shutil.rmtree(paths[0].parents[1])
 
 
+def test_a_cache_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example in a container that runs with another user id, where HOME is root's."""
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setenv("OUTPACE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_temporary_cache", lambda: tmp_path / "temporary")
+    monkeypatch.setattr(os, "access", lambda *given: False)
+    for method in ("exists", "mkdir", "glob"):
+        monkeypatch.setattr(Path, method, refuse)
+    assert cache.entry_path("profiles/a.json") == tmp_path / "temporary" / "profiles" / "a.json"
+    with pytest.raises(UserError, match=r"the cache folder .* cannot be read \(Permission denied\)"):
+        list_entries(tmp_path / "cache")
+
+
 def test_an_entry_of_a_read_only_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "profiles").mkdir()
-    monkeypatch.setattr(os, "access", lambda *given: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.entry_path("profiles", tmp_path) == tmp_path / "profiles"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest.mock import Mock
 
@@ -218,6 +220,40 @@ def test_a_profile_with_a_drafters_damaged_part_is_deleted_with_a_warning(tmp_pa
         assert profiles.Profile(about, tmp_path).load(costs, [known])
     assert costs.is_timed(1, 1)
     assert profiles.read(about, tmp_path) is None
+
+
+def test_several_damaged_parts_of_drafters_are_one_warning(tmp_path: Path) -> None:
+    about = profiles.subject(Loaded(Toy(8), None, "a model"), None)
+    path = profiles.write(about, LEARNT | {"drafters": {"model": 3, "steered": 4}}, tmp_path)
+    drafters = [Mock(capabilities=Mock(learnt=PickModels())) for _ in range(2)]
+    drafters[0].name, drafters[1].name = "model", "steered"
+    with pytest.warns(UserWarning, match=r"drafters\.model: .*drafters\.steered: .*was deleted") as said:
+        profiles.Profile(about, tmp_path).load(CostModel(), drafters)
+    assert len(said) == 1
+    assert path is not None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_stored_is_read_again(tmp_path: Path, seed: int) -> None:
+    """Whatever was learnt, also by a clock that saw no time pass."""
+    random, costs = Random(seed), CostModel()
+    sources = (DraftSource("model", True), DraftSource("ngram"))
+    for _ in range(80):
+        requests, source = random.choice([1, 2, 8]), random.choice(sources)
+        rows, seconds = requests * random.randrange(1, 12), random.choice([0.0, 1e-9, random.random(), 1e5])
+        costs.record_round(requests, rows, rows, seconds, seconds * random.choice([0.0, 0.5, 1.0]), every=True)
+        costs.record_draft(source, random.choice([0.0, random.random()]), random.randrange(1, 16), requests)
+        costs.calibration_factor(source.name, random.randrange(9000)).learn(random.randrange(4), random.random())
+        costs.acceptance(source).learn(random.randrange(12), random.random() < 0.6, requests)
+    learnt = costs.state_dict() | {"method": None, "drafters": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert profiles.write(ABOUT, learnt, tmp_path)
+        assert profiles.read(ABOUT, tmp_path) == learnt
+    again = CostModel()
+    again.load_state_dict(learnt)
+    assert all(0.0 <= again.pass_seconds(rows) < math.inf for rows in range(1, 100))
 
 
 def test_a_profile_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,9 +216,9 @@ def _cache_contents() -> dict[str, Any]:
 
     try:
         folder = cache.cache_folder()
+        entries = [_cache_entry(entry, folder) for entry in cache.list_entries(folder)]
     except UserError as error:
         return {"missing": str(error), "folder": None, "bytes": 0, "entries": []}
-    entries = [_cache_entry(entry, folder) for entry in cache.list_entries(folder)]
     return {"folder": str(folder), "bytes": _total(entries), "entries": entries}
 
 

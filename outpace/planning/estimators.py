@@ -369,8 +369,8 @@ class LatencyCurve:
         return max(_FIRST, 2 * self.widest - others - 1)
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a profile stores: the time of each row count."""
-        return {str(rows): seconds for rows, seconds in self._known_times().items()}
+        """Return what a profile stores: the time of each row count, unless the clock saw none."""
+        return {str(rows): seconds for rows, seconds in self._known_times().items() if seconds > 0}
 
     def load_state_dict(self, kept: Mapping[str, float]) -> None:
         """Start from what a profile stored. The machine may have been busier then: once some of its row counts are

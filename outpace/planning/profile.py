@@ -98,13 +98,16 @@ class Profile:
         if self._known is None:
             return False
         costs.load_state_dict(self._known)
+        refused = []
         for drafter in drafters:
             kept, learnt = self._known["drafters"].get(drafter.name), drafter.capabilities.learnt
             if kept is not None and learnt is not None:
                 try:
                     learnt.load_state_dict(kept)
                 except _DAMAGED as error:
-                    _discard(path_of(self._about, self._cache), f"drafters.{drafter.name}: {error}")
+                    refused.append(f"drafters.{drafter.name}: {error}")
+        if refused:
+            _discard(path_of(self._about, self._cache), "; ".join(refused))
         return True
 
     def save(self, costs: CostModel, drafters: Iterable[Drafter], tuned: str | None = None) -> Path | None:

@@ -59,8 +59,10 @@ def entry_path(name: str, cache: Path | None = None) -> Path:
         path = (cache or cache_folder()) / name
     except UserError:
         return _temporary_cache() / name
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return path if existing == path or os.access(existing, os.W_OK | os.X_OK) else _temporary_cache() / name
+    with suppress(OSError):  # tried, because root is said to have access even to /proc
+        path.parent.mkdir(parents=True, exist_ok=True)
+    is_usable = os.access(path, os.R_OK) or os.access(path.parent, os.W_OK | os.X_OK)
+    return path if is_usable else _temporary_cache() / name
 
 
 @functools.cache
@@ -261,8 +263,14 @@ def make_once(
 
 
 def list_entries(cache: Path) -> list[CacheEntry]:
-    """List the entries that outpace created, and leftovers of killed programs, largest first."""
-    found = [_entry(path, cache) for path in [*cache.glob("*"), *cache.glob("*/*")]]
+    """List the entries that outpace created, and leftovers of killed programs, largest first.
+
+    Raises UserError if the folder cannot be read.
+    """
+    try:
+        found = [_entry(path, cache) for path in [*cache.glob("*"), *cache.glob("*/*")]]
+    except OSError as error:
+        raise UserError(f"the cache folder {cache} cannot be read ({error.strerror})") from error
     return sorted((entry for entry in found if entry), key=lambda entry: (-entry.bytes, entry.path))
 
 
