@@ -244,6 +244,7 @@ def test_wrong_arguments_are_refused(run: Run, arguments: tuple[str, ...], messa
         (("--rounds", "0"), "rounds is 0"),
         (("--tasks", "/nowhere/p.jsonl"), "/nowhere/p.jsonl cannot be read"),
         (("--plot", "/nowhere/b.png"), "--plot is /nowhere/b.png, but there is no folder /nowhere"),
+        (("--plot", "/proc/b.png"), "--plot is /proc/b.png, which cannot be written"),
         (("--out", "{here}/file/below"), "--out is {here}/file/below, but {here}/file is a file"),
         (("--plot", "b.zzz"), "--plot is b.zzz, its name must end with one of"),
         (("--plot", "{here}/b.png"), "--plot needs `pip install matplotlib`; leave it out for the table alone"),

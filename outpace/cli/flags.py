@@ -261,20 +261,26 @@ def check_file(flag: str, file: Path | None) -> None:
     """Raise UserError unless `file` is None or can be written."""
     if file is None:
         return
-    if file.is_dir():
+    if os.path.isdir(file):
         raise UserError(f"{flag} is {file}, which is a folder; name a file")
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):
         raise UserError(f"{flag} is {file}, but there is no folder {file.parent}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"{flag} is {file}, which cannot be written")
+    try:
+        if not os.path.exists(file):
+            file.touch()  # tried, because root is said to have access even to /proc
+            file.unlink()
+        elif not os.access(file, os.W_OK):
+            raise PermissionError
+    except OSError as error:
+        raise UserError(f"{flag} is {file}, which cannot be written") from error
 
 
 def check_folder(flag: str, folder: Path | None) -> None:
     """Raise UserError unless `folder` is None, exists, or can be made."""
     if folder is None:
         return
-    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not above.is_dir():
+    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(above):
         raise UserError(f"{flag} is {folder}, but {above} is a file")
     if not os.access(above, os.W_OK):
         raise UserError(f"{flag} is {folder}, but {above} cannot be written")
