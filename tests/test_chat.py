@@ -218,7 +218,7 @@ def test_a_loop_is_the_same_words_many_times(text: str, is_repeated: bool) -> No
 
 
 def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
-    """Editing, a question of two lines, history, Ctrl-C at the prompt and Ctrl-D."""
+    """Editing, a question of two lines, history, Tab in a command, Ctrl-C at the prompt and Ctrl-D."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "outpace", "chat", "--target", str(tiny), "--max-tokens", "6"]
     environment |= {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
@@ -240,9 +240,14 @@ def test_chat_in_a_terminal(tiny: Path, environment: dict[str, str]) -> None:
                 os.write(ours, keys)
                 until(b"tokens/s", number)
                 until(b"\x1b[?2004h", number + 1)
+            os.write(ours, b"/set max_\t")
+            until(b"tokens", shown.count(b"tokens") + 1)
+            os.write(ours, b" 5\r")
+            until(b"max_tokens is 5")
+            until(b"\x1b[?2004h", 5)
             os.write(ours, b"never asked\x03")
             until(b"/help lists the commands", 2)
-            until(b"\x1b[?2004h", 5)
+            until(b"\x1b[?2004h", 6)
             os.write(ours, b"\x04")
             process.wait(SECONDS)
         finally:

@@ -18,10 +18,12 @@ from files import smollm2_file
 import outpace
 from outpace.api.llm import LLM
 from outpace.bench.tune import TuneResult
+from outpace.cli import display
 from outpace.cli import doctor as doctor_file
 from outpace.cli.main import COMMANDS, main
 from outpace.core import registry, theory
 from outpace.core.errors import install_command
+from outpace.core.stats import RoundPlan, RoundStats
 from outpace.drafters.ngram import NgramDrafter
 from outpace.models.files import cache
 
@@ -71,6 +73,24 @@ def test_explain_shows_the_plan_of_each_round(run: Run, tiny: Path) -> None:
     assert "rounds wrote 12 tokens" in err
     _, _, err = run(*words, "--method", "autoregressive")
     assert err.count("not planned by this method") == 12
+
+
+def test_no_number_of_explain_is_cut_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a long round, while other work runs."""
+    monkeypatch.setenv("COLUMNS", "80")
+    why = "0 levels pay for all requests together, which is a long sentence"
+    plan = RoundPlan((2, 2, 2, 2, 2, 2), 10.52, 0.0139, 20.0, why)
+    display.show_rounds([RoundStats(40, 11, 12, seconds=1.446, verified_rows=41, plan=plan)])
+    rows = capsys.readouterr().err.splitlines()
+    assert "12 (10.52)  1446.0 (13.9)  0 levels pay" in rows[-1]
+    assert max(map(len, rows)) <= 80
+
+
+def test_one_token_has_no_rate(run: Run, tiny: Path) -> None:
+    _, _, err = run("generate", PROMPT, "--target", str(tiny), "--max-tokens", "1")
+    assert re.fullmatch("auto: 1 token, first token .* s, cut\n", err)
 
 
 def test_every_method_writes_the_same(run: Run, tiny: Path) -> None:

@@ -112,6 +112,10 @@ def _typed_lines() -> Callable[[], str]:
         text = get_app().current_buffer.text.strip()
         return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
+    def words() -> list[str]:
+        is_set = get_app().current_buffer.text.startswith("/set ")
+        return [f"/set {name}" for name in _numbers()] if is_set else [*COMMANDS]
+
     output = create_output(always_prefer_tty=True)  # stdout may be a file
     session: PromptSession[str] = PromptSession(
         PROMPT,
@@ -119,7 +123,7 @@ def _typed_lines() -> Callable[[], str]:
         prompt_continuation=CONTINUED,
         output=output,
         complete_while_typing=False,
-        completer=WordCompleter([*COMMANDS], sentence=True),
+        completer=WordCompleter(words, sentence=True),
         multiline=Condition(is_open),
     )
 
@@ -137,10 +141,15 @@ def is_loop(text: str) -> bool:
     return 10 <= period <= MAX_LOOP and text.endswith(text[-period:] * LOOPS)
 
 
+def _numbers() -> dict[str, str]:
+    """Return the sampling options that are numbers, and whether each is an int or a float."""
+    kinds = {one.name: str(one.type).removesuffix(" | None") for one in fields(ChatFlags)}
+    return {name: kind for name, kind in kinds.items() if kind in ("int", "float")}
+
+
 def _changed(sampling: SamplingFlags, words: str) -> SamplingFlags:
     """Return the options with one changed as in "temperature 0.7", or show them; UserError for a wrong one."""
-    kinds = {one.name: str(one.type).removesuffix(" | None") for one in fields(sampling)}
-    numbers = {name: kind for name, kind in kinds.items() if kind in ("int", "float")}
+    numbers = _numbers()
     name, _, text = words.replace("=", " ").partition(" ")
     if not words:
         values = {name: getattr(sampling, name) for name in numbers}

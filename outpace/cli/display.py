@@ -92,17 +92,22 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     by_rows = ", ".join(f"{count} of {rows} row{'s' if rows > 1 else ''}" for rows, count in sorted(groups.items()))
     say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}")
     title = "by round: measured, and in brackets what the planner expected"
-    table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
-    for column, width in (("round", 5), ("widths", 6), ("rows", 4), ("tokens", 8), ("ms", 11)):
-        table.add_column(column, justify="right", no_wrap=True, min_width=width, max_width=max(width, 12))
-    table.add_column("why no more", no_wrap=True, overflow="ellipsis")
+    rows = list[tuple[str, ...]]()
     for number, one in enumerate(rounds, 1):
         plan, tokens, seconds = one.plan, str(one.emitted), f"{1e3 * one.seconds:.1f}"
         widths, why = "", "not planned by this method"
         if plan is not None:
             widths, why = " ".join(map(str, plan.widths)) or "none", plan.why
             tokens, seconds = f"{tokens} ({plan.tokens:.2f})", f"{seconds} ({1e3 * plan.seconds:.1f})"
-        table.add_row(str(number), widths, str(one.verified_rows), tokens, seconds, why)
+        rows.append((str(number), widths, str(one.verified_rows), tokens, seconds, why))
+    table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
+    names = ("round", "widths", "rows", "tokens", "ms")
+    for name, *cells in zip(names, *rows, strict=False):
+        table.add_column(name, justify="right", no_wrap=True, min_width=min(max(map(len, [name, *cells])), 14))
+    room = stderr().width - sum((column.min_width or 0) + 2 for column in table.columns) - 2
+    table.add_column("why no more", no_wrap=True, overflow="ellipsis", max_width=max(room, 12))
+    for row in rows:
+        table.add_row(*row)
     stderr().print(table)
     _show_estimates([one.plan and one.plan.estimates for one in rounds])
 
@@ -236,12 +241,13 @@ def summary(result: Result, second: str = "") -> str:
     if not result.tokens:
         return f"{method}: stopped before the first token"
     found = result.figures
-    parts = [f"{result.tokens_per_second:.1f} tokens/s", second]
+    count = len(result.tokens)
+    parts = [f"{result.tokens_per_second:.1f} tokens/s" if count > 1 else "1 token", second]
     if found.drafted or found.hits or found.misses:
         parts.append(f"mean accepted length {found.mean_accepted_length:.2f}")
     if found.hit_rate is not None:
         parts.append(f"hit rate {percent(found.hit_rate)}")
-    ends = {"length": f"cut at {len(result.tokens)} tokens", "abort": "stopped"}
+    ends = {"length": f"cut at {count} tokens" if count > 1 else "cut", "abort": "stopped"}
     parts.append(ends.get(result.finish_reason, ""))
     return f"{method}: " + ", ".join(part for part in parts if part)
 
