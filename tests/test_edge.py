@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -443,3 +444,26 @@ def test_a_judgement_without_positions_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({"rows": [{"temperature": 0, "by_position": [0.5, "x"]}]}))
     with pytest.raises(UserError, match=r"by_position in .* is 'x', it must be a number"):
         read_acceptance(str(file))
+
+
+def test_ctrl_c_ends_the_work_within_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def interrupted(*given: object) -> None:
+        calls.append(given)
+        signal.raise_signal(signal.SIGINT)
+        if len(calls) > 1:
+            raise AssertionError("it went on")
+
+    monkeypatch.setattr(run, "run_policy", interrupted)
+    code, out, err = run_command("edge", "--worlds", 1, "--slots", 2)
+    assert (code, out) == (130, "")
+    assert err == "stopped; nothing was stored\n"
+
+
+def test_progress_is_that_of_all_worlds() -> None:
+    shares: list[float] = []
+    points = run.parse_sweep("devices=2:3:1")
+    settings = EdgeSettings(servers=1, slots=1)
+    assert len([*run.sweep(settings, points, [run.find_policy("alone/equal")], 2, 0, shares.append)]) == 2
+    assert shares == [0.25, 0.5, 0.75, 1.0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import last_line, run_command
@@ -129,3 +131,17 @@ def test_files_that_cannot_be_written_are_reported_after_the_table(
     assert code == 2
     assert "CARD" in out
     assert "rows.json cannot be written" in err
+
+
+def test_ctrl_c_shows_the_finished_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> Iterator[Any]:
+        yield next(iter(simulate(*given)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.simulate.run.simulate", interrupted)
+    file = tmp_path / "rows.json"
+    code, out, err = run("--acceptance", "0.7", "--methods", "card,speculative-chain", *SMALL, "--out", file)
+    assert code == 130
+    assert re.search(r"plain +1\.00", out)
+    assert err.endswith(f"stopped after 1 simulations; they are in {file}\n")
+    assert len(json.loads(file.read_text())) == 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.table import Table
 
-from outpace.cli import display
+from outpace.cli import display, process
 from outpace.cli.flags import check_plot, flag, flags, flags_of
 from outpace.cli.options import JSON
 from outpace.core.errors import UserError, check_whole
@@ -111,11 +112,8 @@ def _show_network(settings: EdgeSettings, study: StudyFlags, as_json: bool) -> N
     points: list[dict[str, float]] = run.parse_sweep(study.sweep) if study.sweep else [{}]
     for point in points:  # a wrong one is an error before the work
         replace(settings, **point)  # type: ignore[arg-type]
-    found: list[Any] = []
-    with display.loading_bar() as bar:
-        for at, rows in run.sweep(settings, points, policies, study.worlds, study.seed):
-            found.append((at, rows))
-            bar("worlds", len(found) / len(points))
+    with display.saying_what_is_kept(None), display.loading_bar() as bar, process.at_any_point():
+        found = [*run.sweep(settings, points, policies, study.worlds, study.seed, partial(bar, "worlds"))]
     if as_json:
         display.print_json({"rows": report.as_rows(found), "advice": report.sentences(found[0][1])})
     else:

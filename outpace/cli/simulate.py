@@ -108,11 +108,20 @@ def simulate(
             else:
                 live_table.update(Group(report.table(outcomes, title, output.wide), f"{done + 1} of {total}: {what}"))
 
-        for outcome in run.simulate(trace, rows, costs, times.devices, progress, delays):
-            outcomes.append(outcome)
-            if output.out is not None:  # finished rows are kept if the rest is interrupted
-                with suppress(UserError):  # reported after the table
-                    write_json(output.out, report.as_rows(outcomes))
+        try:
+            for outcome in run.simulate(trace, rows, costs, times.devices, progress, delays):
+                outcomes.append(outcome)
+                if output.out is not None:  # finished rows are kept if the rest is interrupted
+                    with suppress(UserError):  # reported after the table
+                        write_json(output.out, report.as_rows(outcomes))
+        except KeyboardInterrupt:
+            if live_table is not None:
+                live_table.stop()
+            if outcomes and not output.as_json:
+                display.stdout().print(report.table(outcomes, title, output.wide))
+            kept = f"; they are in {output.out}" if outcomes and output.out else ""
+            display.say(f"stopped after {len(outcomes)} simulations{kept}", "yellow")
+            raise
     if output.as_json:
         display.print_json({**summary, "rows": report.as_rows(outcomes)})
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -89,8 +89,14 @@ class PolicySummary:
     high_battery: tuple[float, float] | None  # the same for batteries above 80 %
 
 
-def compare(settings: EdgeSettings, policies: Sequence[EdgePolicy], num_worlds: int, seed: int) -> list[PolicySummary]:
-    """Run all policies in the same worlds."""
+def compare(
+    settings: EdgeSettings,
+    policies: Sequence[EdgePolicy],
+    num_worlds: int,
+    seed: int,
+    progress: Callable[[int], None] = lambda finished: None,
+) -> list[PolicySummary]:
+    """Run all policies in the same worlds; `progress` is given the number of finished worlds."""
     check_whole("worlds", num_worlds, 1)
     worlds: list[EdgeWorld] = []
     runs: dict[str, list[DeviceFigures]] = {}
@@ -99,6 +105,7 @@ def compare(settings: EdgeSettings, policies: Sequence[EdgePolicy], num_worlds: 
         worlds.append(make_world(settings, seed + number))
         for name, policy in wanted.items():
             runs.setdefault(name, []).append(run_policy(worlds[-1], policy, seed + number))
+        progress(number + 1)
     return [_summarise(policy.name, runs, worlds) for policy in policies]
 
 
@@ -177,7 +184,12 @@ def sweep(
     policies: Sequence[EdgePolicy],
     worlds: int,
     seed: int,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> Iterator[tuple[Mapping[str, float], list[PolicySummary]]]:
-    """Compare the policies at each point."""
-    for point in points:
-        yield point, compare(replace(settings, **point), policies, worlds, seed)  # type: ignore[arg-type]
+    """Compare the policies at each point; `progress` is given the finished share of all points."""
+    for number, point in enumerate(points):
+
+        def advance(finished: int, before: int = number * worlds) -> None:
+            progress((before + finished) / (worlds * len(points)))
+
+        yield point, compare(replace(settings, **point), policies, worlds, seed, advance)  # type: ignore[arg-type]
