@@ -1,4 +1,4 @@
-"""Time a target pass by instruction set, precision, rows and threads, beside what the machine could do.
+"""Time a target pass by instruction set, precision, rows and threads, and compare it with what the machine could do.
 
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
 All settings are interleaved, round after round, because other jobs on the machine disturb single measurements; minimum
