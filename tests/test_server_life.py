@@ -18,8 +18,10 @@ import pytest
 from serving import CHAT, HELLO, LONG, PATIENCE, Answered, Brake, Served, head, loaded, send, served, wait_for
 
 import outpace
+from outpace.core.errors import UserError
 from outpace.server import logs
-from outpace.server.options import ServerLimits
+from outpace.server.options import ServerLimits, ServerOptions
+from outpace.server.run import listen
 
 VERSION = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -378,3 +380,10 @@ def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: 
     with served(llm, log_prompts=True) as site:
         site.chat("the secret word", max_tokens=3)
     assert "secret" in capsys.readouterr().err
+
+
+def test_two_servers_that_load_their_models_do_not_get_the_same_port() -> None:
+    with listen(ServerOptions(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UserError, match=rf"cannot listen on .* port {port}: .*try --port {port + 1}"):
+            listen(ServerOptions(port=port))

@@ -155,6 +155,7 @@ def listen(options: ServerOptions) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio checks the protocol
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
+        listener.listen()  # else another server that is loading its model could have the port too
     except OSError as error:
         why = error.strerror or str(error)
         why += f"; try --port {options.port + 1}" if error.errno == errno.EADDRINUSE else ""
