@@ -91,9 +91,16 @@ def add_mtp(folder: Path, is_exact: bool = False, seed: int = 0) -> dict[str, np
     save_file(tensors | mtp, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
-    for one in folder_of(write_llama_gguf(folder / "tokenizer.gguf"), folder / "tokenizer").iterdir():
-        one.replace(folder / one.name)
+    with_tokenizer(folder)
     return mtp
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer to a folder, keeping what is there."""
+    for one in folder_of(write_llama_gguf(folder / "tokenizer.gguf"), folder / "tokenizer").iterdir():
+        if not (folder / one.name).exists():
+            one.replace(folder / one.name)
+    return folder
 
 
 def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:

@@ -258,6 +258,10 @@ def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair])
     [
         ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5, it must be a multiple of linear_num_key_heads 2"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 entries, it must have one for each of 4 layers"),
+        (
+            {"layer_types": ["linear_attention"] * 4, "full_attention_interval": 4},
+            "layer_types contradicts full_attention_interval 4: layer 3 is linear_attention",
+        ),
         ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, it must be a whole number of at least 1"),
         ({"model_type": "qwen4_exp", "architectures": None}, "qwen4_exp: it has hyper-connections"),
@@ -267,6 +271,19 @@ def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair])
 )
 def test_configs_that_contradict_themselves_are_refused(changes: dict[str, Any], words: str) -> None:
     given = recurrent.QWEN | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}
+    with pytest.raises(UserError, match=words):
+        from_dict(given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"full_attn_idxs": [1, 2]}, r"layer_types contradicts full_attn_idxs \[1, 2\]: layer 2 is conv"),
+        ({"conv_dim": 32}, "conv_dim is 32, it must be hidden_size 64"),
+    ],
+)
+def test_configs_of_lfm2_that_contradict_themselves_are_refused(changes: dict[str, Any], words: str) -> None:
+    given = recurrent.LFM | {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}
     with pytest.raises(UserError, match=words):
         from_dict(given | changes)
 
@@ -304,6 +321,7 @@ def plain(files: dict[str, str]) -> dict[str, list[Any]]:
         {"method": "speculative", "draft": "equal"},
         {"method": "card", "draft": "own", "worker": "inline"},
         {"method": "card", "draft": "equal", "worker": "thread"},
+        {"method": "card", "draft": "equal", "worker": "process"},
         {"method": "planned", "draft": "equal"},
         {"method": "pearl", "draft": "own"},
         {"method": "speculative", "drafter": "translated", "draft": "equal"},
@@ -319,6 +337,24 @@ def test_texts_do_not_depend_on_the_method(
     draft = options.get("draft")
     named = {"draft": files[name if draft == "own" else draft]} if draft in ("own", "equal") else {}
     assert texts(files[name], **options | named) == plain[name]
+
+
+@pytest.mark.parametrize("name", ["grouped", "lfm2"])
+def test_transformers_writes_the_same_texts(
+    pairs: Callable[[str], Pair], files: dict[str, str], plain: dict[str, list[Any]], name: str
+) -> None:
+    folder = recurrent.with_tokenizer(pairs(name).folder)
+    for options in (
+        {"method": "autoregressive"},
+        {"method": "speculative", "draft": str(folder)},
+        {"method": "speculative", "drafter": "ngram"},
+    ):
+        with LLM(folder, runtime="transformers", **options) as llm:
+            got = [output.token_ids for output in llm.generate(PROMPTS, SAMPLED)]
+        assert got == plain[name], options
+    if name != "lfm2":
+        with pytest.raises(UserError, match="value heads are in another order than transformers expects"):
+            load_model(files[name], runtime="transformers")
 
 
 @pytest.mark.parametrize("name", ["grouped", "lfm2"])

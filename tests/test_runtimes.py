@@ -102,6 +102,16 @@ def test_transformers_tries_unsupported_models_only(
         load_model(folder)
 
 
+def test_the_own_reason_comes_first_if_transformers_refuses_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: Exception) -> Any:
+        raise error
+
+    monkeypatch.setattr(runtimes, "_own", lambda *anything: refuse(UnsupportedModel("ours")))
+    monkeypatch.setattr(runtimes, "_transformers", lambda *anything: refuse(UserError("theirs")))
+    with pytest.raises(UserError, match=r"^ours; theirs$"):
+        load_model(folder)
+
+
 def test_a_gguf_file_is_never_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_transformers", lambda *anything: pytest.fail("transformers was asked"))
     with pytest.raises(UserError, match="has the architecture 'gemma2'; GGUF files are read of llama"):

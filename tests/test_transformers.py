@@ -92,7 +92,11 @@ def test_live_nodes_survive_a_correction(model: TransformersModel) -> None:
 
 def test_a_session_starts_from_another_and_forgets(model: TransformersModel) -> None:
     tokens = text(model, 12)
-    first, second = prefilled(model, tokens), model.open(40, 40)
+    first, second = prefilled(model, tokens[:5]), model.open(40, 40)
+    for length in (9, 12):  # a state is cut only where a snapshot is
+        first.take_snapshot()
+        model.score([chain(first, tokens[first.length : length])])
+        first.keep(range(length - first.length))
     second.start_from(first, 9)
     first.truncate(5)
     got = model.score([chain(second, tokens[9:], [2]), chain(first, tokens[5:7], [1])])

@@ -37,6 +37,8 @@ GPT: dict[str, Any] = {
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4}
 EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
+LINEAR |= {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")}
 LAYERS = ["sliding_attention", "full_attention"]
 SHARED = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -53,6 +55,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": BASE | {"num_local_experts": 4},
     "gpt_oss": BASE | {"num_local_experts": 4, "sliding_window": 8},
     "deepseek_v3": BASE | LATENT | EXPERTS | {"num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "qwen3_5_text": BASE | LINEAR | {"num_hidden_layers": 4},
+    "lfm2": BASE | {"layer_types": ["conv", "full_attention"]},
     "opt": BASE | {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "gptj": GPT | {"rotary_dim": 4},
     "gpt_bigcode": GPT,
@@ -69,7 +73,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "llama": BASE,
 }
-TREES = [name for name in CONFIGS if name not in ("bloom", "mpt", "gpt_neo")]
+TREES = [name for name in CONFIGS if name not in ("bloom", "mpt", "gpt_neo", "qwen3_5_text", "lfm2")]
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -19,8 +19,8 @@ from outpace.core.errors import UserError, require
 from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
-from outpace.models.files.checkpoint import UnsupportedFiles
 from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.qwen35 import TILED
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
 
@@ -124,7 +124,7 @@ def _auto(spec: str | Path | None, options: LoadOptions, progress: Progress) -> 
     try:
         return _transformers(spec, options, progress)
     except UserError as error:
-        raise UserError(f"{reason}; {error}" if isinstance(reason, UnsupportedFiles) else str(error)) from error
+        raise UserError(f"{reason}; {error}") from error
 
 
 def _own(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
@@ -294,7 +294,11 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     progress("loading", 0.0)
     source, revision = _source(spec, progress)
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
-        check_causal_lm(read_json(source / "config.json"), source)
+        fields = read_json(source / "config.json")
+        check_causal_lm(fields, source)
+        if isinstance(ours := fields.get("outpace"), Mapping) and ours.get(TILED):
+            order = "whose value heads are in another order than transformers expects"
+            raise UserError(f"{spec} is a GGUF file {order}: use the runtime llama")
     model, tokenizer = transformers_load.load(source, revision, options)
     return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice)
 

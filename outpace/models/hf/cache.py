@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 
 # placeholders for layers that share another layer's keys and values; before transformers 5.23 there are none
 _SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+HYBRIDS = ("qwen3_5_text", "lfm2")  # whose recurrent layers continue from a copy of their states
 
 
 class CacheLayout(NamedTuple):
@@ -123,11 +124,12 @@ class SlotLayer(DynamicLayer):
             stored[..., :length, :] = found[..., :length, :]
 
 
-def build_cache(config: Any) -> tuple[Any, list[SlotLayer]]:
-    """Return a Cache for this config, and its layers that store something."""
-    cache = DynamicCache(config=config)
-    cache.layers = [layer if isinstance(layer, _SHARING_LAYERS) else SlotLayer() for layer in cache.layers]
-    return cache, [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
+def build_cache(config: Any) -> tuple[Any, list[SlotLayer], list[Any]]:
+    """Return a Cache for this config, its layers that store keys and values, and those that have a state."""
+    cache, others = DynamicCache(config=config), (LinearAttentionLayer, *_SHARING_LAYERS)
+    cache.layers = [layer if isinstance(layer, others) else SlotLayer() for layer in cache.layers]
+    found = [[layer for layer in cache.layers if isinstance(layer, kind)] for kind in (SlotLayer, LinearAttentionLayer)]
+    return cache, found[0], found[1]
 
 
 def read_layout(config: Any) -> CacheLayout:
@@ -145,12 +147,17 @@ def read_layout(config: Any) -> CacheLayout:
             f"transformers has no cache for this model ({type(error).__name__}: {error}), so drafted tokens could not"
             " be taken back"
         ) from error
+    is_hybrid = getattr(config, "model_type", None) in HYBRIDS
+    recurrent = (LinearAttentionLayer,) if is_hybrid else ()
     for number, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *_SHARING_LAYERS):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, *recurrent, *_SHARING_LAYERS):
             raise UserError(
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
-                " back: the runtime transformers takes no models with recurrent or compressed memory"
+                " back: the runtime transformers takes no models with recurrent or compressed memory, except"
+                f" {' and '.join(HYBRIDS)}"
             )
+    if any(isinstance(layer, recurrent) for layer in layers):
+        return CacheLayout({"": None}, "its recurrent layers continue from a copy of their states")
     return CacheLayout(_windows(getattr(config, "layer_types", None), layers), _objection(config))
 
 

@@ -35,6 +35,7 @@ class ProbeResult(NamedTuple):
 
     width: int  # of a logits row
     token_bytes: int  # keys and values per token
+    state_bytes: int  # of a session's recurrent layers
     objection: str | None  # why trees need several forwards
 
 
@@ -64,6 +65,7 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
     if not all(layer.stored for layer in session.layers):
         raise UserError(f"{name} stores nothing in the given KV cache, so drafted tokens could not be taken back")
     token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
+    state_bytes = 2 * session.states.num_bytes  # the last forward's and the committed tokens'
     off = _distance(_tree(passes, prefix, nodes, as_trees=False), fresh)
     if not off <= max_difference:
         raise UserError(
@@ -72,7 +74,8 @@ def _probe(passes: ForwardPasses) -> ProbeResult:
         )
     step = max(STEPS * torch.finfo(passes.dtype).eps, 64 * torch.finfo(torch.float32).eps)
     limit = min(max_difference, 8 * rounding + step * fresh.abs().max().item())
-    return ProbeResult(fresh.shape[-1], token_bytes, passes.layout.objection or _objection(passes, fresh, limit))
+    objection = passes.layout.objection or _objection(passes, fresh, limit)
+    return ProbeResult(fresh.shape[-1], token_bytes, state_bytes, objection)
 
 
 def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None:
@@ -133,7 +136,7 @@ class TransformersModel(Model):
     capabilities = frozenset({Capability.HIDDEN})
 
     def __init__(self, passes: ForwardPasses, found: ProbeResult) -> None:
-        self._passes, self._token_bytes = passes, found.token_bytes
+        self._passes, self._token_bytes, self._state_bytes = passes, found.token_bytes, found.state_bytes
         self.module, self.config = passes.module, passes.config
         self.device, self.dtype = passes.device, passes.dtype
         self.max_positions = passes.max_positions
@@ -146,6 +149,10 @@ class TransformersModel(Model):
     @property
     def token_bytes(self) -> int:
         return self._token_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self._state_bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -18,6 +18,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, Session
 from outpace.models.hf.cache import SlotView, build_cache, read_layout
+from outpace.models.hf.states import Saved, States
 
 # Configuration fields with the context length; transformers maps GPT-2's n_positions and others to the first.
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -59,7 +60,20 @@ class TransformersSession(Session):
 
     def __init__(self, capacity: int, max_pending: int, config: Any) -> None:
         super().__init__(capacity, max_pending)
-        self.cache, self.layers = build_cache(config)
+        self.cache, self.layers, recurrent = build_cache(config)
+        self.states = States(recurrent)
+        self.is_recurrent = bool(recurrent)
+
+    def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
+        super().keep(path, live)
+        if self.is_recurrent:
+            self.states.keep(path, live)
+
+    def _save_state(self) -> Saved:
+        return self.states.committed
+
+    def _load_state(self, saved: Saved | None) -> None:
+        self.states.load(saved)
 
     @torch.inference_mode()
     def show(self, view: SlotView) -> None:
@@ -156,6 +170,7 @@ class ForwardPasses:
         session = part.session
         before = session.pending
         sees = session.extend(part.parents)
+        session.states.tokens += part.tokens
         nodes = np.arange(len(part.tokens))
         is_chain = np.array_equal(sees, np.tril(np.ones_like(sees), before))  # every node sees all nodes before it
         if is_chain:
@@ -202,6 +217,8 @@ class ForwardPasses:
     ) -> Tensor:
         """Run one forward of new nodes after the prefix and the pending nodes `above`; return the logit rows."""
         session = part.session
+        if session.is_recurrent:
+            return self._forward_again(part, nodes, above, logit_rows, columns)
         start = session.length
         pending = nodes + (len(above) if before is None else before)
         read = np.concatenate([above, pending])
@@ -217,6 +234,30 @@ class ForwardPasses:
             scores = self._call(session, tokens, positions, seen, places, columns)
         finally:
             session.show(SlotView(0, np.arange(0), None))  # frees the tensors gathered for this pass
+        return scores[: len(logit_rows)]
+
+    def _forward_again(
+        self, part: Part, nodes: np.ndarray, above: np.ndarray, logit_rows: Sequence[int], columns: RowLayout
+    ) -> Tensor:
+        """Run one forward from the saved states of recurrent layers: of the committed tokens since, the pending nodes
+        `above`, and the new nodes; return the logit rows."""
+        session = part.session
+        states, start = session.states, session.length
+        owed = states.committed.owed
+        path = [*above.tolist(), *(nodes + session.pending - len(part.tokens)).tolist()]
+        first, skipped = start - len(owed), len(owed) + len(above)
+        slots = np.concatenate([np.arange(first, start), start + np.asarray(path)])
+        count = first + len(slots)
+        order = None if path == list(range(len(path))) else np.concatenate([np.arange(first), slots])
+        states.restore()
+        session.show(SlotView(first, slots, order))
+        places = (skipped + np.searchsorted(nodes, logit_rows)).tolist() if len(logit_rows) else [len(slots) - 1]
+        try:
+            tokens = [*owed, *(states.tokens[node] for node in path)]
+            scores = self._call(session, tokens, range(first, count), None, places, columns)
+        finally:
+            session.show(SlotView(0, np.arange(0), None))
+        states.finish(path)
         return scores[: len(logit_rows)]
 
     @torch.inference_mode()
