@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from outpace.core.errors import UserError
@@ -126,3 +126,10 @@ def read_layer_types(fields: Mapping[str, Any], num_layers: int, other: str) -> 
     if len(types) != num_layers:
         raise UserError(f"layer_types has {len(types)} entries, it must have one for each of {num_layers} layers")
     return types
+
+
+def check_layers(types: Sequence[str] | None, layers: Sequence[bool], said: str) -> None:
+    """Raise UserError if layer_types names other recurrent layers than another field does, which `said` quotes."""
+    for layer, (kind, is_recurrent) in enumerate(zip(types or (), layers, strict=False)):
+        if (kind != FULL) != is_recurrent:
+            raise UserError(f"layer_types contradicts {said}: layer {layer} is {kind}")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outpace.models.llama.config.fields import FULL, flag, number, read_layer_types, size, unsupported_field
+from outpace.core.errors import UserError
+from outpace.models.llama.config.fields import (
+    FULL,
+    check_layers,
+    flag,
+    number,
+    read_layer_types,
+    size,
+    unsupported_field,
+)
 from outpace.models.llama.config.recurrence import CONVOLUTION, Recurrence
 
 MODEL_TYPE, ARCHITECTURE = "lfm2", "Lfm2ForCausalLM"
@@ -55,9 +64,15 @@ def read_recurrence(fields: Mapping[str, Any], num_layers: int) -> tuple[Recurre
     """Return the sizes of the short convolutions, and which layers have one."""
     if flag(fields, "conv_bias"):
         raise unsupported_field("conv_bias true")
+    channels = size(fields, "hidden_size")
+    for name in ("conv_dim", "conv_dim_out"):
+        if (said := size(fields, name, channels)) != channels:
+            raise UserError(f"{name} is {said}, it must be hidden_size {channels}")
     types, listed = read_layer_types(fields, num_layers, CONV), fields.get("full_attn_idxs")
     layers = [isinstance(listed, list) and layer not in listed for layer in range(num_layers)]
-    recurrence = Recurrence(CONVOLUTION, size(fields, "conv_L_cache", 3), size(fields, "hidden_size"))
+    if listed is not None:
+        check_layers(types, layers, f"full_attn_idxs {listed!r:.200}")
+    recurrence = Recurrence(CONVOLUTION, size(fields, "conv_L_cache", 3), channels)
     return recurrence, tuple(layers if types is None else [kind != FULL for kind in types])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import phi
-from outpace.models.llama.config.fields import FULL, flag, read_layer_types, size, unsupported_field
+from outpace.models.llama.config.fields import FULL, check_layers, flag, read_layer_types, size, unsupported_field
 from outpace.models.llama.config.recurrence import DELTA_NET, Recurrence
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "Qwen3_5ForCausalLM"
@@ -54,6 +54,8 @@ def read_recurrence(fields: Mapping[str, Any], num_layers: int) -> tuple[Recurre
     types, ours = read_layer_types(fields, num_layers, LINEAR), fields.get("outpace")
     interval = size(fields, INTERVAL, 4)
     layers = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if fields.get(INTERVAL) is not None:
+        check_layers(types, layers, f"{INTERVAL} {interval}")
     channels = 2 * keys * counts["key_depth"] + values * counts["value_depth"]
     is_tiled = isinstance(ours, Mapping) and flag(ours, TILED) and keys != values
     recurrence = Recurrence(DELTA_NET, size(fields, "linear_conv_kernel_dim", 4), channels, **counts, is_tiled=is_tiled)
