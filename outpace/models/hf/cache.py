@@ -128,8 +128,8 @@ def build_cache(config: Any) -> tuple[Any, list[SlotLayer], list[Any]]:
     """Return a Cache for this config, its layers that store keys and values, and those that have a state."""
     cache, others = DynamicCache(config=config), (LinearAttentionLayer, *_SHARING_LAYERS)
     cache.layers = [layer if isinstance(layer, others) else SlotLayer() for layer in cache.layers]
-    found = [[layer for layer in cache.layers if isinstance(layer, kind)] for kind in (SlotLayer, LinearAttentionLayer)]
-    return cache, found[0], found[1]
+    stores = [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
+    return cache, stores, [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
 
 
 def read_layout(config: Any) -> CacheLayout:
