@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from doubles import QuickToy, make_drafter, make_request
 from twins import TEXTS, processed_slowly
 
 from outpace.core import registry
 from outpace.core.distribution import DecisionKey, RandomSource, TokenDistribution
+from outpace.core.logits import SparseLogits, TargetOutput, tensor_of
 from outpace.core.sampling import Sampling
 from outpace.core.stats import summarize
 from outpace.core.tree import TokenTree
@@ -26,6 +29,8 @@ from outpace.decoders.speculative import Speculative
 from outpace.drafters._model_drafter import DrawCounts
 from outpace.drafters.model import ModelDrafter, Options
 from outpace.engine.engine import Engine, EngineOptions
+from outpace.models.base import Part
+from outpace.models.llama.kept_tokens import KeptTokens
 
 PROMPT = (2, 0, 1, 2, 0)
 TARGETS = {3: QuickToy(3, 3, 4), 4: QuickToy(4, 2, 11)}
@@ -205,7 +210,31 @@ class Planted(Drafter):
             node = nodes[0]
 
 
+class ReducedToy(QuickToy):
+    """A model whose output layer keeps the first token and those that were read last, as `reduce_output` does."""
+
+    def __init__(self, vocab: int, is_sparse: bool) -> None:
+        super().__init__(vocab, 2, 99)
+        self._tables *= 0.4
+        self._kept, self._is_sparse = KeptTokens(1, vocab), is_sparse
+
+    def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
+        self._kept.read([token for part in forest for token in part.tokens])
+        logits, hidden, _ = super()._score_hidden(forest, layers)
+        others = np.setdiff1d(np.arange(self.vocab_size), self._kept.kept.ids)
+        return TargetOutput(tensor_of(logits).index_fill(1, torch.from_numpy(others), -torch.inf), hidden)
+
+    def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
+        wide = super().score_sparse(forest)
+        if not self._is_sparse:
+            return wide
+        ids = self._kept.kept.ids
+        return SparseLogits(wide.values[:, ids], ids, self.vocab_size)
+
+
 def draft_of(name: str, target: QuickToy) -> QuickToy:
+    if name.startswith("reduced"):
+        return ReducedToy(target.vocab_size, is_sparse=name == "reduced")
     models = {"perfect": target, "garbage": GARBAGE.get(target.vocab_size)}
     return models.get(name) or make_drafter("model", target)._expander.model
 

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import recurrent
+import reference
 import torch
 from commands import run_command
 from files import CONFIG, model_folder
-from passes import open_smollm2
+from heads import write_head
+from passes import build, open_smollm2
 from safetensors.torch import save_file
+from turns import in_turn
 
 import outpace
 from outpace.models.base import chain
+from outpace.models.llama import kept_tokens
+from outpace.models.llama.config import draft_vocab
 from outpace.models.llama.config.draft_vocab import FILE
-from outpace.models.llama.native.kept_tokens import MAX_ADDED, KeptTokens
+from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
+from outpace.models.llama.kept_tokens import MAX_ADDED, KeptTokens
 from outpace.models.llama.native.weights import PANEL
-from outpace.models.load import load_model
+from outpace.models.llama.torch.runtime import Llama
+from outpace.models.load import load_draft, load_model
 from outpace.models.options import LoadOptions
 
 LAYERS = "layers:0-9"  # of the shipped target
+WIDE = replace(reference.TINY, vocab_size=6000)
 IDS = list(range(0, CONFIG["vocab_size"], 3))
 
 
@@ -85,7 +101,7 @@ def test_a_missing_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 def test_kept_tokens_are_the_first_and_those_read_last() -> None:
-    kept = KeptTokens(100, 10_000)
+    kept = KeptTokens(100, 10_000, PANEL)
     assert kept.first == 128
     assert kept.kept.ids.tolist() == list(range(128))
     kept.read([5, 9_999, 300])
@@ -132,6 +148,68 @@ def test_a_reduced_layer_scores_kept_tokens_as_the_whole_one(needs_hidden: bool)
             session.keep(range(len(tokens)))
 
 
+@cache
+def torch_kinds() -> dict[str, Callable[[], Any]]:
+    """Builders of torch's models with 6,000 tokens: on the CPU, captured, and by the fused kernels."""
+    captured = {"captured": GraphLlama, "captured, exact": ExactGraphLlama}
+    kinds = {
+        "exact": partial(build, Llama, WIDE, exact=True),
+        "untied": partial(build, Llama, replace(WIDE, tie_embeddings=False)),
+        "bfloat16": partial(build, Llama, WIDE, exact=False, dtype=torch.bfloat16),
+        **{name: partial(build, kind, WIDE, exact="exact" in name) for name, kind in captured.items()},
+        "captured, float16": partial(build, GraphLlama, WIDE, exact=False, dtype=torch.float16),
+    }
+    if importlib.util.find_spec("triton"):
+        from outpace.models.llama.cuda.fused_runtime import FusedLlama
+
+        kinds["fused"] = partial(build, FusedLlama, WIDE, exact=False, is_eager=True)
+    return kinds
+
+
+def recurrent_model(folder: Path, **options: Any) -> Any:
+    if not folder.exists():
+        recurrent.make("grouped", folder, vocab_size=WIDE.vocab_size)
+        recurrent.add_mtp(folder)  # and a tokenizer
+    return load_model(folder, dtype="float32", **options).model
+
+
+@pytest.mark.parametrize("kind", [*torch_kinds(), "recurrent"])
+def test_torchs_layer_of_few_rows_scores_kept_tokens_as_the_whole_one(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are replaced in place, so captured passes stay; of eight added tokens those that were read last stay."""
+    monkeypatch.setattr(kept_tokens, "MAX_ADDED", 8)
+    make = torch_kinds().get(kind) or partial(recurrent_model, tmp_path / "model")
+    whole, reduced = make(), make()
+    models, first = (whole, reduced), reduced.score([chain(reduced.open(4, 4), [5, 6], [1])])  # captured before
+    assert first.isfinite().all()
+    reduced.reduce_output(1024)
+    sessions = [model.open(64, 8) for model in models]
+    read, captures = list[int](), []
+    for tokens in ([17, 5000, 12, 5999], [4321, 3, 5000, 2], [1500, 1600, 1700, 1800], [1900, 2000, 2100, 2200]):
+        parts = [chain(session, tokens, range(4)) for session in sessions]
+        (full, hidden), (got, own) = (
+            model.score_hidden([part._replace(hidden_rows=[0])], [1])[:2]
+            for model, part in zip(models, parts, strict=True)
+        )
+        assert torch.equal(hidden, own), "the layers below are the same"
+        read = [token for token in read if token not in tokens] + [token for token in tokens if token >= 1024]
+        read = read[-8:]
+        kept = [*range(1024), *sorted(read)]
+        torch.testing.assert_close(got[:, kept], full[:, kept], rtol=2e-3, atol=2e-3)
+        others = np.setdiff1d(np.arange(WIDE.vocab_size), kept)
+        assert bool((got[:, others] == -torch.inf).all())
+        for session in sessions:
+            session.keep(range(4))
+        captures.append(reduced.num_captures)
+    assert {5999, 5000} & {*read} == set(), "they were dropped"
+    assert len({*captures}) == 1, "no pass was captured again"
+    own, full = (model.project(hidden[0]).values for model in reversed(models))
+    assert torch.equal(own, full), "other uses have the whole layer"
+    assert reduced.reduced_output == (1024, 8, WIDE.vocab_size, reduced.reduced_output.share)
+    assert reduced.weight_bytes < whole.weight_bytes
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("how", ["speculative", "card", "planned", "auto"])
 def test_texts_with_a_reduced_layer_are_the_targets(how: str, temperature: float) -> None:
@@ -146,17 +224,64 @@ def test_texts_with_a_reduced_layer_are_the_targets(how: str, temperature: float
     assert fast.figures.drafted > 0
 
 
+RUNTIMES: dict[str, dict[str, Any]] = {
+    "native": {},
+    "torch": {"dtype": "float32"},
+    "captured": {"graphs": "eager"},
+}
+WAYS: list[dict[str, Any]] = [
+    {"method": "card", "worker": "thread"},
+    {"method": "speculative"},
+    {"method": "card", "worker": "inline"},
+    {"method": "planned", "worker": "thread"},
+    {"method": "card", "worker": "process"},
+    {"method": "speculative", "width": 1},
+]
+
+
+@pytest.mark.parametrize(("runtime", "way", "temperature"), in_turn(RUNTIMES, WAYS, [0.0, 0.9]), ids=str)
+def test_texts_of_every_runtime_and_worker_are_the_targets(
+    runtime: str, way: dict[str, Any], temperature: float, tmp_path: Path
+) -> None:
+    """The target writes tokens of the whole vocabulary; the draft scores most of them only once they were written."""
+    target, params = model_folder(tmp_path / "wide", vocab_size=6000), {"max_tokens": 48, "seed": 3}
+    params["temperature"] = temperature
+    with outpace.load(target, "layers:0", draft_vocab=1024, profile=False, **RUNTIMES[runtime], **way) as llm:
+        assert llm.draft is not None
+        plain = llm.stream("hello world", **params, plain=True).finish()
+        deadline = time.monotonic() + 120.0
+        while (fast := llm.stream("hello world", **params).finish()).figures.drafted == 0:
+            assert fast.tokens == plain.tokens
+            assert time.monotonic() < deadline, "a process begins to draft once it has loaded the model"
+        kept = llm.draft.model.reduced_output
+    assert fast.tokens == plain.tokens
+    assert max(plain.tokens) > 1024
+    assert kept.first == 1024
+    assert kept.added > 0 or way.get("worker") == "process", "another process has its own model"
+
+
 def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
     for value in (0, 1023, "many", -5, 1.5):
         with pytest.raises(outpace.UserError, match=f"draft_vocab is '{value}', it must be auto, all, or a number"):
             LoadOptions(draft_vocab=value)  # type: ignore[arg-type]
     with pytest.raises(outpace.UserError, match="draft_vocab is 50000, it must be between 1024 and 49152"):
         outpace.load(None, LAYERS, draft_vocab=50_000)
-    with pytest.raises(outpace.UserError, match="draft_vocab 2048 is for draft models by the runtime native"):
-        outpace.load(None, LAYERS, dtype="float32", draft_vocab=2048)
+    other = folder(tmp_path / "whole")
+    with pytest.raises(
+        outpace.UserError, match="draft_vocab 2048 is for draft models by the runtimes native and llama"
+    ):
+        load_model(other, is_draft=True, runtime="transformers", draft_vocab=2048)
+    for more in ({}, {"draft": "none"}, {"method": "autoregressive"}):
+        with pytest.raises(outpace.UserError, match=r"draft_vocab 2048 reduces .* a draft model, and there is none"):
+            outpace.load(other, draft_vocab=2048, **more)
+    with pytest.raises(outpace.UserError, match="draft_vocab is 2048, it must be between 1024 and 272"):
+        load_model(other, is_draft=True, dtype="float32", draft_vocab=2048)
     own = folder(tmp_path, torch.tensor(IDS, dtype=torch.int32))
-    with pytest.raises(outpace.UserError, match=f"draft_vocab is 2048, but .* to {len(IDS)}"):
-        load_model(own, is_draft=True, draft_vocab=2048)
+    for dtype in ("auto", "float32"):
+        with pytest.raises(outpace.UserError, match=f"draft_vocab is 2048, but .* to {len(IDS)}"):
+            load_model(own, is_draft=True, dtype=dtype, draft_vocab=2048)
+    with pytest.raises(outpace.UserError, match=r"draft_vocab 2048 is for draft models, the head .* has its own"):
+        load_draft(write_head(tmp_path / "head"), load_model(other), draft_vocab=2048)
 
 
 def test_the_layer_is_reduced_where_it_is_a_large_part_of_a_pass() -> None:
@@ -169,5 +294,18 @@ def test_explain_says_how_many_tokens_the_draft_scored() -> None:
     words = ("generate", "Hi", "--draft", LAYERS, "--draft-vocab", "2048", "--max-tokens", "4", "--explain")
     code, _, err = run_command(*words)
     assert code == 0
-    assert "the draft scored 2," in err
-    assert "of 49,152 tokens (--draft-vocab)" in err
+    assert re.search(
+        r"the draft scored the first 2,048 of 49,152 tokens and \d+ others: \d+% of the bytes of a step", err
+    )
+
+
+def test_doctor_says_what_a_draft_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_command("doctor", "--draft", LAYERS)
+    assert whole[0] == 0
+    assert "output layer  whole" in whole[1]
+    monkeypatch.setattr(draft_vocab, "USUAL_TOKENS", 4096)
+    code, out, _ = run_command("doctor", "--draft", LAYERS, "--json")
+    assert code == 0
+    kept = json.loads(out)["output"]
+    assert (kept["first"], kept["vocab"]) == (4096, 49_152)
+    assert f"{kept['share']:.0%} of the bytes of a step" in kept["text"]

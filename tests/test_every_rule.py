@@ -33,6 +33,7 @@ from outpace.core.noise import DRAW
 from outpace.core.sampling import Sampling
 from outpace.core.tree import TokenTree
 from outpace.core.types import Row
+from outpace.models.llama import kept_tokens
 
 LENGTH = 3
 RATIO = [
@@ -60,6 +61,7 @@ TREES = {
     "tree, cut within a layer": (Shape("2,1", 2, 4, once=True), "bare", 2),
     "tree, growth by what was drawn, cut": (Shape("2", 2, 4, once=True, by_token=True), "bare", 2),
 }
+REDUCED = ("fan", "tree", "duplicates, exhausted support")
 SLOW = [("spectr", case) for case in ("chain", "tree", "tree, cut within a layer", "duplicates, exhausted support")]
 
 
@@ -167,6 +169,17 @@ def test_scores_without_a_finite_maximum_raise_nothing(name: str, score: float) 
 )
 def test_every_draft(name: str, draft: str, shape: Shape, asked: str, length: int, num_others: int) -> None:
     check(name, shape, asked, length, draft, num_others=num_others)
+
+
+@pytest.mark.parametrize("draft", ["reduced", "reduced, dense"])
+@pytest.mark.parametrize(
+    ("name", "case"), [("rejection", "chain over rounds"), ("rejection", "chain, penalties"), *in_turn(FANS, REDUCED)]
+)
+def test_a_draft_that_scores_few_tokens(name: str, case: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tokens it scores the first and the one that it read last: q is normalised over these two."""
+    monkeypatch.setattr(kept_tokens, "MAX_ADDED", 1)
+    shape, asked, length = (CHAINS | TREES)[case]
+    check(name, shape, asked, length, draft)
 
 
 @pytest.mark.parametrize("asked", ASKED)

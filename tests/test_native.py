@@ -23,11 +23,12 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.find import resolve
+from outpace.models.llama import kept_tokens
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
-from outpace.models.llama.native import kept_tokens
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.llama.native.weights import PANEL
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.text.tokenizer import Tokenizer
 
@@ -81,7 +82,7 @@ def test_a_reduced_output_layer_equals_its_emulation(monkeypatch: pytest.MonkeyP
 
     def reduced() -> NativeLlama:
         model = tiny(TINIES["odd"])
-        model.kept_tokens = kept_tokens.KeptTokens(20, model.ends.head.outputs)
+        model.kept_tokens = kept_tokens.KeptTokens(20, model.ends.head.outputs, PANEL)
         return model
 
     got = everything(reduced())

@@ -50,6 +50,11 @@ def load_pair(
         draft = shipped_draft(shipped_model().stem)  # loaded after the target, from whose loading only rank 0 returns
     elif target is None and has_default and build.may_draft and (shipped := shipped_draft(shipped_model().stem)):
         return _load_shipped(shipped, options, draft_options, progress, build.needs_same_tokens)
+    if draft is None and options.num_output_tokens:
+        raise UserError(
+            f"draft_vocab {options.draft_vocab} reduces the output layer of a draft model, and there is none: name one"
+            " with --draft (or draft=...), or leave it out"
+        )
     if not isinstance(target, Loaded):
         check_pair(options, None if draft is None or isinstance(draft, Loaded) else options.draft_device)
         with _checked_early(target, draft, build.needs_same_tokens, progress) as checked:

@@ -49,7 +49,11 @@ def doctor(
     ),
     unused_days: float | None = flag(None, "With --clean: remove only what was not used for this number of days."),
     max_gib: float | None = flag(None, "With --clean: remove what was not used for longest, until this size is left."),
-    draft: str | None = flag(None, "Examine a trained head: answer a dozen prompts and report what may be wrong."),
+    draft: str | None = flag(
+        None,
+        "Examine a trained head: answer a dozen prompts and report what may be wrong; or the output layer of a draft"
+        " model.",
+    ),
     link: str | None = flag(
         None, "Time the link to an outpace draft-worker, grpc://HOST:PORT, and simulate which method pays over it."
     ),

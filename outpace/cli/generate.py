@@ -73,8 +73,8 @@ def generate(
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
         is_complete = all(_write(stream, as_json, explain, streams[-1], params, precision) for stream in streams)
-        if explain and not as_json and llm.draft and (kept := llm.draft.model.num_output_tokens):
-            display.say(f"the draft scored {kept:,} of {llm.draft.model.vocab_size:,} tokens (--draft-vocab)")
+        if explain and not as_json and llm.draft and (kept := llm.draft.model.reduced_output):
+            display.say(f"the draft scored {kept} (--draft-vocab)")
     if not is_complete:
         raise typer.Exit(process.INTERRUPTED)
 

@@ -1,5 +1,5 @@
-"""Implements `outpace doctor --draft HEAD`: what a trained head reads from its target, how many of its tokens are
-accepted, and the likely reason if few are."""
+"""Implements `outpace doctor --draft DRAFT`: what a trained head reads from its target, how many of its tokens are
+accepted, and the likely reason if few are; for a draft model, what its output layer keeps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
     with display.loading_bar(quiet) as bar:
         llm = load(target, draft, progress=bar, **options)
     with llm:
-        if llm.draft is None or not llm.draft.is_head:
-            raise UserError(f"{draft} is not a trained head, which doctor expects with --draft")
+        if llm.draft is None:
+            raise UserError(f"{draft} is not a draft, which doctor expects with --draft")
+        if not llm.draft.is_head:
+            kept, size = llm.draft.model.reduced_output, llm.draft.model.weight_bytes
+            described = {"target": llm.target.name, "precision": llm.draft.precision, "weight_bytes": size}
+            return {"draft": llm.draft.name, **described, "output": kept and {**kept._asdict(), "text": str(kept)}}
         answers = []
         for prompt in collect([BUILT_IN], NUM_PROMPTS):
             process.check()
@@ -76,6 +80,14 @@ def advise(found: dict[str, Any]) -> str:
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the name and the value of each row of the table."""
+    if "draft" in found:
+        output = found["output"]["text"] if found["output"] else "whole, or as the draft's files reduce it"
+        size = f", {found['weight_bytes'] / 1e6:.0f} MB of weights read in each step" if found["weight_bytes"] else ""
+        return [
+            ("draft", f"{found['draft']}, {found['precision']}{size}"),
+            ("target", found["target"]),
+            ("output layer", output),
+        ]
     trained = f", trained for {found['trained_for']}" if found["trained_for"] else ""
     step, target = 1000 * found["draft_step_seconds"], 1000 * found["target_pass_seconds"]
     acceptance = ", ".join(f"{rate:.2f}" for rate in found["acceptance"]) or "nothing was drafted"

@@ -309,8 +309,8 @@ class Model:
         return str(self.device) != "cpu"
 
     @property
-    def num_output_tokens(self) -> int | None:
-        """The tokens that get logits after `reduce_output`; None: all that have any."""
+    def reduced_output(self) -> ReducedOutput | None:
+        """What the output layer keeps after `reduce_output`; None: all."""
         return None
 
     def reduce_output(self, tokens: int | None) -> None:
@@ -319,7 +319,9 @@ class Model:
         None: as many as make passes much shorter, if any. UserError if the runtime cannot, or for a smaller vocabulary.
         """
         if tokens is not None:
-            raise UserError(f"draft_vocab {tokens} is for draft models by the runtime native, this one is by another")
+            raise UserError(
+                f"draft_vocab {tokens} is for draft models by the runtimes native and llama, this one is by another"
+            )
 
     @property
     def num_captures(self) -> int:
@@ -389,6 +391,24 @@ class Model:
         """Raise UserError if the model does not have this capability."""
         if capability not in self.capabilities:
             raise unsupported(self, capability)
+
+
+class ReducedOutput(NamedTuple):
+    """What a reduced output layer scores: the first tokens of the vocabulary, and others that were added since.
+
+    `share`: the layer's part of the bytes of weights that a pass reads.
+    """
+
+    first: int
+    added: int
+    vocab: int
+    share: float
+
+    def __str__(self) -> str:
+        return (
+            f"the first {self.first:,} of {self.vocab:,} tokens and {self.added:,} others:"
+            f" {self.share:.0%} of the bytes of a step"
+        )
 
 
 def runtime_name(model: Model) -> str:

@@ -39,15 +39,22 @@ def load_model(
         for name, default in (("layers", None), ("kv_dtype", AUTO)):
             if getattr(options, name) != default:
                 raise UserError(f"{name} is for models that are loaded by name, not for one that is loaded already")
-        return runtimes.wrap_loaded(spec, tokenizer)
+        return _reduced(runtimes.wrap_loaded(spec, tokenizer), options)
     if tokenizer is not None:
         raise UserError("a tokenizer goes with a loaded model only, a model's name brings its own")
     check_options(options)
     if spec is not None and (kind := head_kind(read_optional_json(Path(spec) / "config.json"))):
         raise UserError(f"{spec} is a trained head ({kind}), which drafts for another model: name it as the draft")
-    loaded = runtimes.open_model(spec, options, progress)
+    loaded = _reduced(runtimes.open_model(spec, options, progress), options)
     files = partial(locate, None if spec is None else str(spec))
     return replace(loaded, again=partial(load_model, spec, options), files=files)
+
+
+def _reduced(loaded: Loaded, options: LoadOptions) -> Loaded:
+    """Reduce the output layer of a draft model as the options say; return the model."""
+    if options.is_draft and options.num_output_tokens != 0:
+        loaded.model.reduce_output(options.num_output_tokens)
+    return loaded
 
 
 def load_draft(

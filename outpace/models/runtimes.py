@@ -251,8 +251,6 @@ def _read(
             return weights(source_of(name, layers))
 
         model = build(config, fetch, head_ids=head_ids, progress=work_and_progress)
-    if options.is_draft and options.num_output_tokens != 0:
-        model.reduce_output(options.num_output_tokens)
     model.mask_token = mask = _mask_token(source, config)
     notices = "; ".join(filter(None, (model.notice, reason, *source.notices)))
     drafter = "model" if mask is None else "parallel"

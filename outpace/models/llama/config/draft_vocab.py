@@ -8,12 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outpace.core.errors import UserError
+from outpace.core.errors import UserError, check_whole
+from outpace.models.options import MIN_VOCAB
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "draft_vocab.safetensors"  # one tensor `ids`: int32, rising
+USUAL_TOKENS = 49152  # of an output layer that is reduced while the model runs
+MIN_SHARE = 0.15  # of a pass's weights that an output layer must have to be reduced without being asked
+
+
+def num_first_tokens(tokens: int | None, outputs: int, num_in_files: int | None, share: float) -> int | None:
+    """Return how many first tokens of `outputs` a draft's output layer keeps; None: it stays whole. UserError for a
+    wrong number.
+
+    `tokens`: the number that is asked for; None: to be chosen by the output layer's `share` of a pass's weights.
+    `num_in_files`: the tokens of a layer that the draft's files reduce.
+    """
+    if tokens is None:
+        pays = outputs >= 2 * USUAL_TOKENS and share > MIN_SHARE and num_in_files is None
+        return USUAL_TOKENS if pays else None
+    if num_in_files is not None:
+        raise UserError(f"draft_vocab is {tokens}, but the draft's files reduce its output layer to {num_in_files}")
+    check_whole("draft_vocab", tokens, MIN_VOCAB, outputs)
+    return tokens
 
 
 def read_draft_vocab(folder: Path, config: Mapping[str, Any]) -> np.ndarray | None:

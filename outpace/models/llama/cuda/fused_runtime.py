@@ -102,8 +102,8 @@ class FusedLlama(GraphLlama):
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return triton_kernels.norm(x.contiguous(), weight, self._floor)
 
-    def _head_product(self, normed: Tensor) -> Tensor:
-        return float_product(self._head.linear, normed)
+    def _head_product(self, linear: Linear, normed: Tensor) -> Tensor:
+        return float_product(linear, normed)
 
     def _apply(self, linear: Linear, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Apply a product, overwriting the residual, which has no other use."""

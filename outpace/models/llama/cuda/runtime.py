@@ -104,6 +104,10 @@ class GraphLlama(Llama):
         self._rope.grow_to(min(next_power_of_two(capacity + max_pending), self.max_positions))
         return self.session_type(capacity, max_pending, self.pool)
 
+    def reduce_output(self, tokens: int | None) -> None:
+        super().reduce_output(tokens)
+        self.captures.forget_if_moved()  # those of the whole output layer
+
     def session_bytes(self, slots: int) -> int:
         return self.stored_bytes([slots])
 
@@ -115,6 +119,7 @@ class GraphLlama(Llama):
     @torch.inference_mode()
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Run parts that have a bucket in captured passes, and the others in one more pass."""
+        self._keep_read(forest)
         if any(self._skipped) or len({id(part.session) for part in forest}) < len(forest):
             return self._score_uncaptured(forest, layers)
         groups, rest = self._captured_groups(forest)

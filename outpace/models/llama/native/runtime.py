@@ -16,26 +16,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.arrays import kernels, num_cores
-from outpace.core.errors import UserError, check_whole, unknown
+from outpace.core.errors import unknown
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
-from outpace.models.base import Capability, Model, Part, Session, check_forest
+from outpace.models.base import Capability, Model, Part, ReducedOutput, Session, check_forest
+from outpace.models.llama.config.draft_vocab import num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
-from outpace.models.options import INT8, MIN_VOCAB, NATIVE_KV
+from outpace.models.options import INT8, NATIVE_KV
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outpace.models.llama.native.kept_tokens import KeptTokens
+    from outpace.models.llama.kept_tokens import KeptTokens
 
 DEFAULT = NativeOptions()
-USUAL_TOKENS = 49152  # of a reduced output layer
-MIN_SHARE = 0.15  # of a pass's weights that an output layer must have to be reduced without being asked
-
 USUAL_PLACES = 32  # pending nodes whose stash is counted as a session's memory
 CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers; each may stash a megabyte until the next pass
 
@@ -308,9 +306,12 @@ class NativeLlama(Model):
 
     @property
     def weight_bytes(self) -> int:
+        return sum(layer.bytes for layer in self._layers) + self._head_bytes
+
+    @property
+    def _head_bytes(self) -> int:
         head, kept = self.ends.head, self.kept_tokens
-        share = len(kept.kept.ids) / head.outputs if kept else 1.0
-        return sum(layer.bytes for layer in self._layers) + int(head.bytes * share)
+        return int(head.bytes * len(kept.kept.ids) / head.outputs) if kept else int(head.bytes)
 
     @property
     def arithmetic(self) -> int:
@@ -389,22 +390,20 @@ class NativeLlama(Model):
         return other
 
     @property
-    def num_output_tokens(self) -> int | None:
-        return None if self.kept_tokens is None else self._known(self.kept_tokens.kept.ids)[0]
+    def reduced_output(self) -> ReducedOutput | None:
+        if self.kept_tokens is None:
+            return None
+        first, (count, _) = self.kept_tokens.first, self._known(self.kept_tokens.kept.ids)
+        return ReducedOutput(first, count - first, self.vocab_size, self._head_bytes / self.weight_bytes)
 
     def reduce_output(self, tokens: int | None) -> None:
-        head = self.ends.head
-        if tokens is None:
-            pays = head.outputs >= 2 * USUAL_TOKENS and head.bytes > MIN_SHARE * self.weight_bytes
-            if self.ends.kept is not None or not pays:
-                return
-            tokens = USUAL_TOKENS
-        if self.ends.kept is not None:
-            raise UserError(f"draft_vocab is {tokens}, but the draft's files reduce its output layer to {head.outputs}")
-        check_whole("draft_vocab", tokens, MIN_VOCAB, head.outputs)
-        from outpace.models.llama.native.kept_tokens import KeptTokens
+        head, kept = self.ends.head, self.ends.kept
+        share = head.bytes / self.weight_bytes
+        first = num_first_tokens(tokens, head.outputs, None if kept is None else len(kept), share)
+        if first is not None:
+            from outpace.models.llama.kept_tokens import KeptTokens
 
-        self.kept_tokens = KeptTokens(tokens, head.outputs)
+            self.kept_tokens = KeptTokens(first, head.outputs, PANEL)
 
     def project(self, hidden: Tensor | np.ndarray) -> SparseLogits:
         model = self.model_for_thread()

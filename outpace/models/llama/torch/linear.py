@@ -41,6 +41,29 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return partial(_packed, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8), bias)
 
 
+def plain_rows(linear: Linear) -> tuple[Tensor, bool]:
+    """Return the weights of a layer that `pack` made, [outputs, inputs], and whether they are a copy, as where they
+    were repacked."""
+    assert isinstance(linear, partial)
+    weight: Tensor = linear.args[0]
+    return (weight.to_dense(), True) if weight.is_mkldnn else (weight, False)
+
+
+def pack_first(rows: Tensor, first: int, others: int) -> tuple[Linear, Tensor]:
+    """Make a linear layer of the first rows of a weight matrix, and of `others` rows of zeros; return these too, to be
+    written to at any time."""
+    weight = torch.cat([rows[:first], rows.new_zeros(others, rows.shape[1])])
+    if not can_pack(rows.device, rows.dtype):
+        return partial(stock, weight, None), weight[first:]
+    changing = weight[first:].clone()
+    return partial(_joined, pack(weight[:first]), changing), changing
+
+
+def _joined(packed: Linear, changing: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    assert residual is None
+    return torch.cat([packed(x), F.linear(x, changing)], 1)
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether oneDNN has a packed product for this type on this machine."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():

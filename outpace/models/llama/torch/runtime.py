@@ -24,8 +24,8 @@ from torch import Tensor
 from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, TargetOutput
-from outpace.models.base import Capability, Model, Part, hidden_row_numbers, row_numbers
-from outpace.models.llama.config.draft_vocab import checked_ids
+from outpace.models.base import Capability, Model, Part, ReducedOutput, hidden_row_numbers, row_numbers
+from outpace.models.llama.config.draft_vocab import checked_ids, num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
@@ -47,6 +47,8 @@ from outpace.models.options import AUTO
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from outpace.models.llama.torch.reduced_head import ReducedHead
 
 
 class Llama(Model):
@@ -73,6 +75,7 @@ class Llama(Model):
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self.device, self.dtype, self.score_dtype = embedding.device, embedding.dtype, embedding.dtype
         self._layers, self.embedding, self._head, self._head_ids = layers, embedding, head, head_ids
+        self._reduced: ReducedHead | None = None  # in place of the output layer in passes
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
         self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
@@ -114,7 +117,26 @@ class Llama(Model):
         shapes = tensor_shapes(self.config)
         if not self.config.tie_embeddings:
             del shapes["model.embed_tokens.weight"]  # a pass reads only some of its rows
-        return sum(map(math.prod, shapes.values())) * self.dtype.itemsize
+        missing = self.config.vocab_size - self._reduced.num_rows if self._reduced else 0
+        return (sum(map(math.prod, shapes.values())) - missing * self.config.hidden_size) * self.dtype.itemsize
+
+    @property
+    def reduced_output(self) -> ReducedOutput | None:
+        if self._reduced is None:
+            return None
+        kept, row_bytes = self._reduced.kept, self.config.hidden_size * self.dtype.itemsize
+        count = int(np.searchsorted(kept.kept.ids, self.vocab_size))
+        share = self._reduced.num_rows * row_bytes / self.weight_bytes
+        return ReducedOutput(kept.first, count - kept.first, self.vocab_size, share)
+
+    def reduce_output(self, tokens: int | None) -> None:
+        outputs, ids = self.config.vocab_size, self._head_ids
+        share = outputs * self.config.hidden_size * self.dtype.itemsize / self.weight_bytes
+        first = num_first_tokens(tokens, outputs, None if ids is None else len(ids), share)
+        if first is not None:
+            from outpace.models.llama.torch.reduced_head import ReducedHead
+
+            self._reduced = ReducedHead(self._head.linear, first, outputs)
 
     @classmethod
     def from_tensors(
@@ -159,11 +181,12 @@ class Llama(Model):
 
     @torch.inference_mode()
     def project(self, hidden: Tensor) -> SparseLogits:
-        return SparseLogits(self._logits(hidden), None, self.vocab_size)
+        return SparseLogits(self._all_logits(hidden), None, self.vocab_size)
 
     @torch.inference_mode()
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in the model's dtype: [layers, hidden rows, hidden]"""
+        self._keep_read(forest)
         sessions: list[SessionRows] = []
         for part in forest:
             first = sessions[-1].rows.stop if sessions else 0
@@ -276,14 +299,29 @@ class Llama(Model):
         decoded = self._kv_format.decode(stored)
         return decoded if self._kv_format.is_own else self._attention[number].round_stored(decoded)
 
+    def _keep_read(self, forest: Sequence[Part]) -> None:
+        """Add the tokens of a pass to a reduced output layer."""
+        if self._reduced is not None:
+            self._reduced.read([token for part in forest for token in part.tokens])
+
     def _logits(self, x: Tensor) -> Tensor:
-        """Compute logits from the last layer's rows: [rows, vocab]"""
+        """Compute the logits of a pass from the last layer's rows: [rows, vocab]"""
+        if self._reduced is None:
+            return self._all_logits(x)
+        return self._logits_by(self._reduced.linear, self._reduced.ids, x)
+
+    def _all_logits(self, x: Tensor) -> Tensor:
+        """Compute logits with the whole output layer."""
+        return self._logits_by(self._head.linear, self._head_ids, x)
+
+    def _logits_by(self, linear: Linear, ids: Tensor | None, x: Tensor) -> Tensor:
+        """Compute logits by an output layer whose rows are these tokens; one with the vocabulary's size is of none."""
         if not len(x):
             return self._no_logits()
-        logits = self._head_product(self._norm_output(pad_rows(x, self._head_counts)))[: len(x)]
-        if self._head_ids is not None:
-            wide = logits.new_full((len(x), self.config.vocab_size), -math.inf)
-            logits = wide.scatter_(1, self._head_ids.expand(len(x), -1), logits)
+        logits = self._head_product(linear, self._norm_output(pad_rows(x, self._head_counts)))[: len(x)]
+        if ids is not None:
+            wide = logits.new_full((len(x), self.config.vocab_size + 1), -math.inf)
+            logits = wide.scatter_(1, ids.expand(len(x), -1), logits)
         return logits[:, : self.vocab_size]
 
     def _norm_output(self, x: Tensor) -> Tensor:
@@ -293,9 +331,9 @@ class Llama(Model):
     def _no_logits(self) -> Tensor:
         return self.embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)
 
-    def _head_product(self, normed: Tensor) -> Tensor:
-        """Apply the output layer: [rows, kept tokens]"""
-        return apply_in_chunks(self._head.linear, normed, None, self._head_counts)
+    def _head_product(self, linear: Linear, normed: Tensor) -> Tensor:
+        """Apply an output layer: [rows, its tokens]"""
+        return apply_in_chunks(linear, normed, None, self._head_counts)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Divide x by sqrt(sum of squares + hidden * eps) and multiply by `weight`, which includes sqrt(hidden).

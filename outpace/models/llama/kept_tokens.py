@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outpace.models.llama.native.weights import PANEL
-
 MAX_ADDED = 4096  # tokens that are kept besides the first ones
 
 
@@ -24,33 +22,35 @@ class KeptTokens:
     """The first tokens of a vocabulary, which are its most frequent ones, and others that the model has read.
 
     A model reads the prompt and what the target writes, so the tokens of a text can be drafted once they have occurred
-    in it. The kernels compute whole panels of the output layer, so a token brings its neighbours. Of `MAX_ADDED` tokens
-    besides the first ones, those that were read last stay.
+    in it. The native kernels compute whole panels of the output layer, so a token brings its neighbours. Of `MAX_ADDED`
+    tokens besides the first ones, those that were read last stay.
     """
 
-    def __init__(self, first: int, vocab: int) -> None:
-        """Keep the first `first` of `vocab` tokens, rounded up to whole panels."""
-        self.first, self._vocab = -(-first // PANEL) * PANEL, vocab
+    def __init__(self, first: int, vocab: int, panel: int = 1) -> None:
+        """Keep the first `first` of `vocab` tokens, rounded up to whole panels of `panel` tokens."""
+        self.first, self._vocab, self._panel = min(-(-first // panel) * panel, vocab), vocab, panel
+        self.max_added = min(MAX_ADDED // panel, -(-(vocab - self.first) // panel))  # panels
         self._added: dict[int, None] = {}  # panels, the one that was read last at the end
         self._lock = threading.Lock()
         self.kept = self._panels()
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Keep these tokens."""
-        new = [token // PANEL for token in tokens if token >= self.first]
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Keep these tokens; return whether other tokens are kept than before."""
+        new = [token // self._panel for token in tokens if token >= self.first]
         if not new:
-            return
+            return False
         with self._lock:
             has_changed = not self._added.keys() >= {*new}
             for panel in new:
                 self._added.pop(panel, None)
                 self._added[panel] = None
-            while len(self._added) > MAX_ADDED // PANEL:
+            while len(self._added) > self.max_added:
                 del self._added[next(iter(self._added))]
             if has_changed:
                 self.kept = self._panels()
+        return has_changed
 
     def _panels(self) -> Kept:
-        panels = np.array([*range(self.first // PANEL), *sorted(self._added)], np.int32)
-        ids = (panels[:, None].astype(np.int64) * PANEL + np.arange(PANEL)).reshape(-1)
+        panels = np.array([*range(-(-self.first // self._panel)), *sorted(self._added)], np.int32)
+        ids = (panels[:, None].astype(np.int64) * self._panel + np.arange(self._panel)).reshape(-1)
         return Kept(panels, ids[: np.searchsorted(ids, self._vocab)])
