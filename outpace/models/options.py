@@ -102,8 +102,8 @@ class LoadOptions(CheckedOptions):
     draft_vocab: str = option(
         AUTO,
         "Tokens that the draft model's output layer scores: a number N for the first N, those of the prompt and those"
-        " written lately; auto: N is 49,152 where that makes drafting much cheaper; or all. By the runtimes"
-        " native and llama.",
+        " written lately; auto: N is 49,152 where that pays; or all. By the runtimes native and"
+        " llama.",
         _check_vocab,
     )
     is_draft: bool = False
