@@ -250,14 +250,15 @@ def test_texts_of_every_runtime_and_worker_are_the_targets(
         assert llm.draft is not None
         plain = llm.stream("hello world", **params, plain=True).finish()
         deadline = time.monotonic() + 120.0
-        while (fast := llm.stream("hello world", **params).finish()).figures.drafted == 0:
+        has_drafted = False
+        while not has_drafted:  # a worker begins when it is ready, and reads what was written when it drafts
+            assert time.monotonic() < deadline
+            fast, kept = llm.stream("hello world", **params).finish(), llm.draft.model.reduced_output
             assert fast.tokens == plain.tokens
-            assert time.monotonic() < deadline, "a process begins to draft once it has loaded the model"
-        kept = llm.draft.model.reduced_output
-    assert fast.tokens == plain.tokens
+            is_elsewhere = way.get("worker") == "process"  # with its own model
+            has_drafted = fast.figures.drafted > 0 and (kept.added > 0 or is_elsewhere)
     assert max(plain.tokens) > 1024
     assert kept.first == 1024
-    assert kept.added > 0 or way.get("worker") == "process", "another process has its own model"
 
 
 def test_a_wrong_number_of_tokens_is_refused(tmp_path: Path) -> None:
