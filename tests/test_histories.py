@@ -294,6 +294,8 @@ CALLED = {**ADDED, "function": {"name": "add", "arguments": {"x": 1}}}
             for name, value in (
                 ("reasoning_content", THOUGHT),
                 ("reasoning", THOUGHT),
+                ("reasoning_text", THOUGHT),
+                ("thinking", THOUGHT),
                 ("content", [{"type": "thinking", "thinking": THOUGHT}]),
                 ("content", [{"type": "thinking", "thinking": [{"type": "text", "text": THOUGHT}]}]),
                 ("thinking_blocks", [{"type": "thinking", "thinking": THOUGHT, "signature": "x"}]),

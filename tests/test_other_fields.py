@@ -214,8 +214,17 @@ def test_values_that_change_nothing_are_accepted(site: Served, path: str) -> Non
         **{"xtc_threshold": 0.1, "typical_p": 1.0, "dynatemp_range": 0, "repeat_last_n": 64, "top_n_sigma": -1},
         **{"best_of": 1, "use_beam_search": False, "do_sample": True, "reasoning_format": "auto", "priority": 3},
         **{"enable_thinking": False, "think": False, "modalities": ["text"], "truncation": "disabled"},
+        **{"reasoning_budget": -1, "thinking_budget": -1},
     }
     assert text_of(ask(site, path, temperature=0, **same)) == plain
+
+
+@pytest.mark.parametrize("name", ["thinking_budget", "reasoning_budget", "max_thinking_tokens", "repetition_detection"])
+def test_a_budget_of_no_thoughts_is_refused(site: Served, name: str) -> None:
+    """A budget of 0 turns thinking off in other servers."""
+    value: Any = {"max_pattern_size": 4} if name == "repetition_detection" else 0
+    found = ask(site, "/v1/chat/completions", **{name: value})
+    assert (found.status, found.error["param"]) == (400, name), found.body
 
 
 def test_prompts_are_counted_as_they_are_answered(site: Served) -> None:

@@ -43,6 +43,8 @@ class ChatMessage(Turn):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_text: str | None = None  # Copilot's name
+    thinking: Any = None  # Ollama's, a text
     thinking_blocks: list[ContentPart] | None = None  # LiteLLM's form of reasoning
     reasoning_details: list[ContentPart] | None = None  # OpenRouter's
     tool_calls: list[dict[str, Any]] | None = None
@@ -137,7 +139,8 @@ def _template_message(given: ChatMessage, place: str) -> dict[str, Any]:
         message["tool_calls"] = [_template_call(call) for call in calls]
     more = {"name": given.name, "tool_call_id": "" if given.role == "function" else given.tool_call_id}
     blocks = [part.text for part in given.thinking_blocks or given.reasoning_details or () if part.text]
-    more["reasoning_content"] = given.reasoning_content or given.reasoning or "\n".join(blocks) or None
+    thoughts = (given.reasoning_content, given.reasoning, given.reasoning_text, given.thinking, "\n".join(blocks))
+    more["reasoning_content"] = next((one for one in thoughts if one and isinstance(one, str)), None)
     return message | {name: value for name, value in more.items() if value is not None}
 
 

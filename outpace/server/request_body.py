@@ -384,7 +384,9 @@ OTHER_FIELDS: dict[str, OtherField] = {
     **_refused("enable_thinking reasoning reasoning_effort verbosity", neutral=(*OFF, "none")),
     **_refused("disable_reasoning", "enable_thinking"),
     **_refused("clear_thinking preserve_thinking thinking_mode prompt_mode safe_prompt", "chat_template_kwargs"),
-    **_refused("thinking_budget thinking_token_budget reasoning_budget reasoning_budget_tokens thinking_forced_open"),
+    **_refused("thinking_budget thinking_token_budget max_thinking_tokens", "enable_thinking", (-1,)),  # 0: none
+    **_refused("reasoning_budget reasoning_budget_tokens", "enable_thinking", (-1,)),
+    **_refused("thinking_forced_open repetition_detection"),
     **_refused("include_reasoning separate_reasoning parse_tool_calls", neutral=(True,)),
     **_refused("reasoning_format", neutral=("auto", "parsed", "deepseek")),
     **_refused("chat_template documents add_generation_prompt continue_final_message tool_prompt guideline"),
