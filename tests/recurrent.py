@@ -103,8 +103,9 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
-    """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms."""
+def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", **more: Any) -> Path:
+    """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms.
+    `more`: further metadata of the architecture."""
     family, fields = MODELS[name]
     tensors = load_file(folder / "model.safetensors")
     architecture, layers = {"Qwen3_5": "qwen35", "Lfm2": "lfm2"}[family], fields["num_hidden_layers"]
@@ -131,7 +132,7 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32") -> Path:
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
         metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
         metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
-    for key, value in metadata.items():
+    for key, value in (metadata | more).items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():
         add_field(writer, key, value)

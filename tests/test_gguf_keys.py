@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import recurrent
 import torch
 import transformers
 from files import ARCHITECTURES, GEMMA_METADATA, MERGES, PHI_METADATA, tokens, weights, write_gguf
@@ -77,10 +78,15 @@ def llama_cpp_keys(section: type = Keys, name: str = "") -> Iterator[tuple[str, 
             yield name, value
 
 
+RECURRENT = {"qwen35": "grouped", "lfm2": "lfm2"}  # models of tests/recurrent.py
 OURS = sorted({key.removeprefix("{arch}.") for _, key in llama_cpp_keys() if key.startswith("{arch}.")})
 
 
 def config_of(path: Path, metadata: dict[str, Any], architecture: str = "llama", **more: np.ndarray) -> Any:
+    if name := RECURRENT.get(architecture):
+        recurrent.make(name, path.parent)
+        written = recurrent.write_gguf(path.parent, path, name, **metadata)
+        return read_model(open_gguf(written)).config
     changes = ARCHITECTURES[architecture]
     given = {f"{architecture}.{name}": value for name, value in metadata.items()}
     base = GEMMA_METADATA | {"gemma3.block_count": 7} if architecture == "gemma3" else {}

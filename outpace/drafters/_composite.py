@@ -76,6 +76,7 @@ class CompositeDrafter(Drafter):
     def __init__(self, parts: Sequence[Any]) -> None:
         """`parts` are drafters."""
         self.parts, self._names = parts, [part.name for part in parts]
+        self._run_models = [part.capabilities.runs_model for part in parts]
         self.capabilities = joined([part.capabilities for part in parts])
 
     def copy_prefix(self, state: CompositeState, other: CompositeState, length: int) -> None:
@@ -125,7 +126,7 @@ class SharedTree(CompositeDrafter):
             if seen.tokens or needs.prompt:
                 own = seen.seen and seen.seen.select(needs, layers)
                 state.parts[number].pending.add(seen._replace(seen=own))
-            if seen.seen is not None or part.capabilities.runs_model:
+            if seen.seen is not None or self._run_models[number]:
                 part.catch_up(state.parts[number])
 
 
