@@ -16,6 +16,7 @@ import torch
 from doubles import QuickToy, decode, make_drafter, make_request, write
 from test_costs import costs_of
 
+import outpace
 from outpace.card.cache import CandidateCache, Correction
 from outpace.card.inline import InlineWorker, SimulatedClock
 from outpace.card.loop import Correct, DraftLoop, Open, SetDirectives, StepTimes
@@ -24,6 +25,7 @@ from outpace.core.drafting import DraftDirectives
 from outpace.core.tree import Role, TokenTree, depths
 from outpace.core.types import WORKER
 from outpace.decoders.base import RequestContext
+from outpace.decoders.card import Card
 from outpace.decoders.planned import Planned
 from outpace.drafters._tree_expander import level_frontier
 from outpace.planning.cost_model import CostModel
@@ -354,3 +356,28 @@ def test_card_as_published_writes_the_same_text(lockstep: int, request_number: i
     run = decode([request], "card", worker=worker, target=TARGET, as_published=True, lockstep=lockstep)
     assert run.texts == [write(TARGET, request)]
     assert run.counts["primary"] + run.counts["late"] > 0
+
+
+@pytest.mark.parametrize("values", [{}, {"width": 32}, {"width": "100"}, {"width": 128}])
+def test_the_tree_of_card_as_published_holds_the_children_of_every_step(values: dict[str, Any]) -> None:
+    options = Card.Options(as_published=True)
+    width = int(values.get("width", 16))
+    assert Card.drafter_defaults(options, values)["tree_nodes"] > 7 * width**2
+    assert Card.drafter_defaults(Card.Options(), values)["tree_nodes"] == 1024
+
+
+def test_card_as_published_writes_as_many_tokens_per_pass_at_the_papers_width() -> None:
+    """At 100 a tree of 8,192 nodes was full after two of the seven draft steps."""
+
+    def tokens_per_pass(width: int) -> float:
+        with outpace.LLM(method="card", as_published=True, width=width, worker="inline") as llm:
+            [answer] = llm.generate(["def fibonacci(n):"], outpace.SamplingParams(max_tokens=32))
+        return answer.figures.mean_accepted_length
+
+    assert tokens_per_pass(100) == pytest.approx(tokens_per_pass(32), rel=0.03)
+
+
+def test_without_correction_card_writes_the_same_text() -> None:
+    worker = InlineWorker(make_drafter("model", TARGET, width=3, tree_nodes=256), SimulatedClock())
+    run = decode([REQUESTS[0]], "card", worker=worker, target=TARGET, correction=False)
+    assert run.texts == [write(TARGET, REQUESTS[0])]

@@ -119,6 +119,13 @@ def test_the_best_draft_length_is_found() -> None:
         assert cheap.seconds <= other.seconds
 
 
+def test_without_correction_the_drafter_soon_drafts_another_text() -> None:
+    trace = synthetic_trace(0.7, 1, 61)
+    told, untold = (run(trace, SETUPS[name], 7.0) for name in ("card", "card-no-correction"))
+    assert told.seconds < 0.7 * untold.seconds
+    assert untold.figures.hits < 0.3 * told.figures.hits
+
+
 def test_each_part_of_card_has_an_effect() -> None:
     """On a trace with much to gain each switch changes the outcome."""
     trace = synthetic_trace(0.7, 1, 61)

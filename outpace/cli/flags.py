@@ -206,6 +206,9 @@ class PassthroughCommand(Command):
                 rest += [word, *words]
             elif word.startswith("--") and name not in is_switch:
                 option = _option_name(name, is_switch)
+                if option.startswith("no_") and not equals:  # --no-correction: --correction false
+                    found[option.removeprefix("no_")] = "false"
+                    continue
                 found[option] = value if equals else next(words, "--")
                 if not equals and found[option].startswith("--"):
                     raise UserError(f"option {name} needs a value")
@@ -218,13 +221,14 @@ class PassthroughCommand(Command):
 
 
 def _option_name(given: str, own: Iterable[str]) -> str:
-    """Return the name of an option of a method, drafter or rule; raise UserError if there is none."""
+    """Return the name of an option of a method, drafter or rule, after "no_" where `given` begins so and the option is
+    True by default; raise UserError if there is none."""
     from outpace.core import registry
 
     modules = [registry.find(kind, name) for kind in registry.KINDS for name in registry.names(kind)]
-    options = {field.name for module in modules for field in fields(module.Options)}
+    options = {field.name: field.default for module in modules for field in fields(module.Options)}
     name = given.removeprefix("--").replace("-", "_")
-    if name in options:
+    if name in options or options.get(name.removeprefix("no_")) is True:
         return name
     registry.check_kept(name)
     if given == "--version":

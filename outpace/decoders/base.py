@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,13 +43,14 @@ class RequestContext(PlanningContext):
         return self.committed[-1]
 
 
-def walk_and_correct(context: RequestContext, tree: TokenTree, picks: Sequence[Any]) -> Commit:
+def walk_and_correct(context: RequestContext, tree: TokenTree, picks: Sequence[Any], is_sent: bool = True) -> Commit:
     """Return the verdict on a tree that was queried from the candidate cache, after adding late nodes to the tree and
-    sending the drafter the correction."""
+    sending the drafter the correction, unless `is_sent` is False."""
     context.candidates.add_late_children(tree)
     verdict = context.request.rule.walk(tree, picks)
     hit, correction = context.candidates.correct(tree, verdict, len(picks))
-    context.correct(correction)
+    if is_sent:
+        context.correct(correction)
     return Commit(tree, verdict, hit)
 
 
@@ -76,8 +77,8 @@ class Decoder:
         return getattr(options, cls.length_option) + 1 if cls.length_option else 1
 
     @classmethod
-    def drafter_defaults(cls, options: Any) -> dict[str, Any]:
-        """Return the method's own defaults for options of drafters."""
+    def drafter_defaults(cls, options: Any, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the method's own defaults for options of drafters; `values`: the options that the user named."""
         return {"width": 16, "tree_nodes": 1024} if cls.drafting == "parallel" else {}
 
     def decode(self, context: RequestContext, options: Any) -> DecoderGenerator:

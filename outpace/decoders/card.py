@@ -9,18 +9,19 @@ after a miss the target may wait for a short just-in-time draft. `--as-published
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from typing import Any
 
 from outpace.card.cache import VisibilityOptions
 from outpace.core.drafting import LEVEL_SHARE, DraftDirectives
-from outpace.core.options import MethodOptions, option, whole
+from outpace.core.options import MethodOptions, option, switch, whole
 from outpace.core.types import Await, Verify
 from outpace.decoders.base import Decoder, DecoderGenerator, RequestContext, walk_and_correct
 
 PUBLISHED_STEPS = 7  # draft forwards per target pass: the authors' setting for 1B and 70B
+_MAX_TREE_NODES = 1 << 20
 
 
 class Card(Decoder):
@@ -45,6 +46,7 @@ class Card(Decoder):
         chain: bool = option(False, "ablation: true verifies one branch instead of the best tree")
         secondary: bool = option(True, "ablation: false does not look in the secondary cache B")
         late: bool = option(True, "ablation: false drops nodes that arrived during the target's pass")
+        correction: bool = switch(True, "ablation: false never sends the drafter what the target wrote")
         lockstep: int = whole(
             0,
             0,
@@ -53,8 +55,15 @@ class Card(Decoder):
         )
 
     @classmethod
-    def drafter_defaults(cls, options: Options) -> dict[str, Any]:
-        return super().drafter_defaults(options) | ({"tree_nodes": 8192} if options.as_published else {})
+    def drafter_defaults(cls, options: Options, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """CARD as published adds K x K children in each draft step, so its tree grows with the square of the width."""
+        usual = super().drafter_defaults(options, values)
+        if not options.as_published:
+            return usual
+        given = str((values or {}).get("width", usual["width"]))  # the drafter refuses what is no number
+        step = int(given) ** 2 if given.isdecimal() else 0
+        nodes = (options.lockstep or PUBLISHED_STEPS) * step + 1
+        return usual | {"tree_nodes": min(max(8192, 2 * nodes), _MAX_TREE_NODES)}  # twice: a hit keeps a subtree
 
     def decode(self, context: RequestContext, options: Options) -> DecoderGenerator:
         if options.as_published:
@@ -76,7 +85,7 @@ class Card(Decoder):
             picks = yield Verify(tree)
             if options.lockstep:
                 yield Await(options.lockstep)
-            yield walk_and_correct(context, tree, picks)
+            yield walk_and_correct(context, tree, picks, options.correction)
 
 
 def directives(options: Card.Options) -> DraftDirectives:

@@ -298,7 +298,7 @@ def build_engine(target: Loaded, draft: Loaded | None, options: BuildOptions) ->
     models = [target, draft, *(draft.others if draft else ())]
     if not all(loaded.model.supports_trees for loaded in models if loaded):
         values = {"width": 1, "branches": 1} | dict(values)  # each branch would be a pass of its own
-    values = decoder.drafter_defaults(registry.build_options(decoder, values)) | dict(values)
+    values = decoder.drafter_defaults(registry.build_options(decoder, values), values) | dict(values)
     drafters = {one: build_drafter(one, _build_context(target, draft), values) for one in names}
     if decoder.drafting == "sequential":
         return Engine(target.model, drafters, options=settings, needs=needs)

@@ -12,6 +12,7 @@ from outpace.core import registry
 from outpace.core.errors import UserError, check_range, check_whole, unknown
 from outpace.core.theory import travel_time
 from outpace.decoders.base import Decoder
+from outpace.decoders.card import Card
 
 PLAIN, EVERY, ALL = "autoregressive", "every", "all"
 DEFAULT = "speculative,card,planned"
@@ -26,6 +27,7 @@ _PARTS: dict[str, tuple[str, dict[str, Any]]] = {  # title and options by name, 
     "card-no-b": ("CARD, without B", {"secondary": False}),
     "card-no-wait": ("CARD, never waits", {"just_in_time": 0}),
     "card-no-late": ("CARD, without late nodes", {"late": False}),
+    "card-no-correction": ("CARD, without correction", {"correction": False}),
 }
 _PUBLISHED_WIDTH = 100  # the authors' K for a 1B that drafts for a 70B
 
@@ -90,7 +92,8 @@ def setups(sizes: SetupSizes) -> list[Setup]:
         found.append(Setup(name, title, name.partition("-")[0], n, tree | options))
     for width in dict.fromkeys((_PUBLISHED_WIDTH, sizes.width, *sizes.others)):
         suffix = "" if width == _PUBLISHED_WIDTH else f"-k{width}"
-        published = {"as_published": True, "width": width, "tree_nodes": 1 << 16}
+        defaults = Card.drafter_defaults(Card.Options(as_published=True), {"width": width})
+        published = defaults | {"as_published": True, "width": width}
         found.append(Setup(f"card-published{suffix}", f"CARD as published, K={width}, r=7", "card", n, published))
     for method in ("auto", *_TITLES):
         title = f"{_TITLES.get(method, method)}, n-grams too"
