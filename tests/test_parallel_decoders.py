@@ -374,7 +374,7 @@ def test_card_as_published_writes_as_many_tokens_per_pass_at_the_papers_width() 
             [answer] = llm.generate(["def fibonacci(n):"], outpace.SamplingParams(max_tokens=32))
         return answer.figures.mean_accepted_length
 
-    assert tokens_per_pass(100) == pytest.approx(tokens_per_pass(32), rel=0.03)
+    assert tokens_per_pass(100) > 0.97 * tokens_per_pass(32)
 
 
 def test_without_correction_card_writes_the_same_text() -> None:

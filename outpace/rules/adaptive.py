@@ -1,6 +1,6 @@
 """Lossy: lenient where a token matters little, strict where the target is confident and the draft differs.
 
-After decentralised speculative decoding, arXiv:2511.11733, whose formula is not public; this formula is our own.
+After decentralised speculative decoding, arXiv:2511.11733, whose formula we could not read; this one is our own.
 
 A drafted token is accepted with min(1, p / ((1 - l) q)), where l = l_max (1 - importance) and the importance is
 sqrt(exp(-H(p)) TV(p, q)): near 1 where p has little entropy H and q differs from it, near 0 where p is flat or q equals
