@@ -1,6 +1,6 @@
 """Lossy: greedy decoding that also accepts drafted tokens which a trained judge expects to keep the final answer.
 
-AutoJudge, Garipov et al., arXiv:2504.20039.
+AutoJudge, Garipov et al., arXiv:2504.20039, but without the draft's hidden state and before the final norm.
 
 The judge is a linear classifier of the target's hidden state at the drafted token, trained by `outpace judge` on
 answers of this target. A token is accepted if it is the target's most likely one, or if the probability that it changes

@@ -1,8 +1,8 @@
 """The kind steered: a draft whose MLPs are biased by the target's hidden states at the last verified position.
 
-SD2, Steering Pretrained Drafters during Speculative Decoding, arXiv:2511.09844. Unlike the
-authors, who also tune the draft, this kind trains the steering alone, which begins at zero. In each batch the token at position t is steered by the hidden states at t - d, for one
-offset d. `models/heads/steering.py` runs what this module writes.
+SD2, Steering Pretrained Drafters during Speculative Decoding, arXiv:2511.09844. Unlike the authors, who also tune the
+draft, this kind trains the steering alone, which begins at zero. In each batch the token at position t is steered by
+the hidden states at t - d, for one offset d. `models/heads/steering.py` runs what this module writes.
 """
 
 from __future__ import annotations
