@@ -56,7 +56,7 @@ OPTIONS: dict[str, Callable[[random.Random], dict[str, Any]]] = {  # random opti
         "trials": chance.choice((0.0, 0.3)),
     },
 }
-ROUNDS = (24, pytest.param(1000, marks=pytest.mark.long))
+ROUNDS = (24, pytest.param(300, marks=pytest.mark.long))
 FORMS = ("thread", "polled", "inline")  # of a worker; a process can be killed too
 WAITS = ("after a hit", "after a miss", "a further level", "in vain", "died", "gave up", "rests", "a few levels")
 

@@ -35,7 +35,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 9, "layer_types": None},
     "use_sliding_window": {"sliding_window": 9, "max_window_layers": 1, "layer_types": None},
     "no_rope_layer_interval": {"no_rope_layers": None},
-    "conv_L_cache": {"layer_types": ["conv", "full_attention"] * 2},
+    "conv_L_cache": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "full_attn_idxs": {"layer_types": None},
     "original_max_position_embeddings": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
 }

@@ -225,7 +225,7 @@ def interrupt_evenly(work: Any, count: int, twice: bool = False) -> Iterator[Pla
     ("kind", "count", "twice"),
     [(kind, 20, False) for kind in SHORT]
     + [(KINDS[0], 20, True)]
-    + [pytest.param(kind, 150, twice, marks=pytest.mark.long) for kind in KINDS for twice in (False, True)],
+    + [pytest.param(kind, 60, twice, marks=pytest.mark.long) for kind in KINDS for twice in (False, True)],
     ids=lambda value: "-".join(value) if isinstance(value, Kind) else str(value),
 )
 def test_an_interrupted_engine_releases_everything(kind: Kind, count: int, twice: bool) -> None:

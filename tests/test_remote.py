@@ -204,7 +204,7 @@ def server_process(port: int = 0) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_partitions_of_any_length_change_no_text(count: int) -> None:
     """Short ones are no failure; after long ones the link is dialled again."""
     chance = random.Random(count)
@@ -228,7 +228,7 @@ STOPS = (0.5, 1.0, 2.0, 4.0, 17.0)  # seconds
 
 
 @pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
-@pytest.mark.parametrize(("stops", "lengths"), [(1, (1.0,)), pytest.param(20, STOPS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("stops", "lengths"), [(1, (1.0,)), pytest.param(8, STOPS, marks=pytest.mark.long)])
 def test_a_stopped_draft_worker_goes_on(stops: int, lengths: Sequence[float]) -> None:
     process, port = server_process()
     worker, chance = RemoteWorker(at(port), OWN, pauses=(0.05,)).start(), random.Random(stops)
@@ -251,7 +251,7 @@ def test_a_stopped_draft_worker_goes_on(stops: int, lengths: Sequence[float]) ->
 
 
 @pytest.mark.skipif(os.name != "posix", reason="uses POSIX signals")
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_a_killed_draft_worker_is_replaced_by_the_next_one(kills: int) -> None:
     process, port = server_process()
     worker = RemoteWorker(at(port), OWN, pauses=(0.05,)).start()
@@ -427,7 +427,7 @@ def hello() -> FromTarget:
     return FromTarget(hello=OWN.hello)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [100, pytest.param(3_000, marks=pytest.mark.long)])
 def test_invalid_messages_end_their_stream_alone(count: int) -> None:
     with drafting() as (server, relay):
         worker = worker_of(relay)
