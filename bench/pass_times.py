@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -24,7 +25,7 @@ from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.native.binding import WEIGHTS, NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama, NativeSession
 from outpace.models.options import NATIVE_KV
@@ -67,9 +68,10 @@ def time_pass(model: NativeLlama, session: NativeSession, rows: int) -> float:
 
 def operations(config: LlamaConfig) -> int:
     """Return the multiplications and additions of weights in one row of a pass, attention not included."""
-    heads = 2 * config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    return 2 * (config.num_layers * layer + config.hidden_size * config.vocab_size)
+    shapes = tensor_shapes(config)
+    if not config.tie_embeddings:
+        del shapes["model.embed_tokens.weight"]  # looked up
+    return 2 * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
 
 
 def main() -> None:

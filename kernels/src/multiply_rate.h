@@ -10,10 +10,11 @@ namespace {
 /// Runs independent sums of products, `rounds` times; returns the number of products. out [kMeasuredSums] keeps the sums.
 int64_t multiply_only(int rounds, float* out) {
     constexpr int kSums = kTileRows * kTileVectors > 4 ? kTileRows * kTileVectors : 4;  // enough to hide latency
-    const uint8_t ones[kPanel * 4] = {1};
-    const int8_t quad[4] = {1, 2, 3, 4};
-    const Weights weights = Weights::load(ones);
-    const Quad activations = Quad::load(quad);
+    static_assert(kSums * kLanes <= kMeasuredSums);
+    const uint8_t weight_bytes[kLanes * 4] = {1};
+    const int8_t four[4] = {1, 2, 3, 4};
+    const Weights weights = Weights::load(weight_bytes);
+    const Quad activations = Quad::load(four);
     Ints sums[kSums];
     for (int i = 0; i < kSums; ++i) sums[i] = Ints::all(i);
     for (int round = 0; round < rounds; ++round)
