@@ -266,7 +266,6 @@ class Model:
     supports_trees: bool = True  # whether a token tree takes one forward pass; otherwise each branch takes one
     notice: str | None = None  # a sentence about this model for its users
     num_layers: int = 0  # number of layers; 0: unknown
-    distinct_experts: float = 0.0  # that a layer applied in the last pass: the mean over the layers with experts
     chunk: int = 0  # most prompt tokens in a pass, where more would take much memory; 0: any number
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
     mask_token: int | None = None  # token that marks a position to predict, in models trained to draft in parallel
@@ -280,6 +279,11 @@ class Model:
     def max_hidden_layer(self) -> int:
         """Number of layers after which hidden states can be returned at most."""
         return self.num_layers
+
+    @property
+    def distinct_experts(self) -> float:
+        """Number of experts that a layer applied in the last pass: the mean over the layers with experts, 0 if none."""
+        return 0.0
 
     @property
     def precision(self) -> str:

@@ -160,11 +160,11 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 def _build_captured(
     captured: Callable[..., Model], plain: Callable[..., Model], config: LlamaConfig, *arguments: Any, **options: Any
 ) -> Model:
-    """Build a model with captured passes, or a plain one if it has recurrent layers."""
-    if not config.recurrence:
+    """Build a model with captured passes, or a plain one if it has recurrent layers or mixtures of experts."""
+    if not (config.recurrence or config.experts):
         return captured(config, *arguments, **options)
-    model = plain(config, *arguments, **options)
-    model.notice = "its passes are not captured, because it has recurrent layers"
+    model, reason = plain(config, *arguments, **options), "recurrent layers" if config.recurrence else "experts"
+    model.notice = f"its passes are not captured, because it has {reason}"
     return model
 
 
