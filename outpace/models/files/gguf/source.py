@@ -15,12 +15,14 @@ import numpy as np
 
 from outpace.core.arrays import torch
 from outpace.core.errors import UserError
+from outpace.models.files import mxfp4
 from outpace.models.files.cache import entry_path, identity, make_once, new_folder
 from outpace.models.files.checkpoint import NOTICES, SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
 from outpace.models.files.gguf.config import read_model
 from outpace.models.files.gguf.header import COMMON_TYPES, TensorEntry, ggml_type, open_gguf_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
+from outpace.models.files.mxfp4 import MXFP4
 from outpace.models.files.reading import DTYPES, RawTensor, write_json, write_safetensors
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import FLOATS, StoredMatrix, StoredSize
@@ -197,6 +199,8 @@ def dequantise(kind: int, raw: np.ndarray) -> RawTensor:
             blocks = raw.reshape(-1, 34)
             scales = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
             return RawTensor("F32", (scales * blocks[:, 2:].view(np.int8)).reshape(len(raw), -1))
+        if name == MXFP4:
+            return RawTensor("F32", mxfp4.dequantise(raw))
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
