@@ -16,7 +16,7 @@ BIAS = 127  # of an exponent
 
 
 def dequantise(raw: np.ndarray) -> np.ndarray:
-    """Read rows of GGUF blocks, uint8 [rows, bytes], as float32 [rows, columns]; an exponent of 255 gives inf or nan."""
+    """Read rows of GGUF blocks, uint8 [rows, bytes], as float32 [rows, columns]; exponents of 255 give inf or nan."""
     blocks = raw.reshape(len(raw), -1, BLOCK_BYTES)
     codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], -1)  # [rows, blocks, 32]
     with np.errstate(over="ignore", invalid="ignore"):
