@@ -53,6 +53,7 @@ OTHERS: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "head_dim": 32,
     "full_attn_idxs": [1],
+    "num_experts": 8,
 }
 UNNAMED = {  # fields of no family's config class
     "is_causal": False,
