@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from outpace import LLM, SamplingParams
+from outpace.cli import display
 from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.files import mxfp4
@@ -25,7 +26,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.llama.config.experts import SIGMOID, Experts
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.torch.experts import choose
+from outpace.models.llama.torch.experts import ExpertProduct, choose
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
@@ -121,6 +122,14 @@ def test_the_mixture_is_that_of_the_formula(pairs: Callable[[str], Pair], name: 
     for row, expected in zip(got - torch.cat([x, x[:2] * 0]), normed, strict=False):
         mixed = reference.mixture(expected, sizes, lambda name: source.array(f"model.layers.{number}.{name}"))
         np.testing.assert_allclose(row.numpy(), mixed, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_a_grouped_product_is_that_of_each_expert(has_biases: bool) -> None:
+    weights, biases = torch.randn(5, 16, 32), torch.randn(5, 16) if has_biases else ()
+    rows, ids = torch.randn(7, 32), torch.tensor([0, 0, 2, 2, 2, 3, 4])
+    got, expected = (ExpertProduct([*weights], [*biases], is_grouped)(rows, ids, ()) for is_grouped in (True, False))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_ties_go_to_the_lower_number_and_a_correction_only_chooses() -> None:
@@ -315,3 +324,23 @@ def test_texts_do_not_depend_on_the_method(files: dict[str, str], name: str) -> 
         {},
     ):
         assert texts(files[name], **options) == plain, options
+
+
+def test_rounds_tell_how_many_experts_their_passes_applied(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for options in ({"method": "autoregressive"}, {"method": "speculative", "drafter": "ngram"}):
+        with LLM(files["qwen3_moe"], runtime="llama", **options) as llm:
+            stream = llm.stream(PROMPTS[0], SAMPLED)
+            for _ in stream:
+                pass
+            result = stream.finish()
+        for one in result.rounds:
+            assert one.experts == 3 if one.verified_rows == 1 else 3 < one.experts <= min(8, 3 * one.verified_rows)
+        mean = sum(one.experts for one in result.rounds) / len(result.rounds)
+        assert result.figures.experts_per_pass == pytest.approx(mean)
+        display.show_rounds(result.rounds)
+        shown = capsys.readouterr().err
+        assert f"experts per pass and layer: {mean:.1f}" in shown
+        assert "experts" in shown.splitlines()[2]
