@@ -23,11 +23,12 @@ def not_normed(choose: Original) -> Original:
 
 
 def in_another_order(choose: Original) -> Original:
-    """Add a row's experts in falling order if the pass has other rows."""
+    """Add the experts of every second row of a pass in falling order."""
 
     def mutated(logits: Any, *rest: Any) -> Any:
         ids, weights = choose(logits, *rest)
-        return (ids.flip(1), weights.flip(1)) if len(logits) > 1 else (ids, weights)
+        ids[1::2], weights[1::2] = ids[1::2].flip(1), weights[1::2].flip(1)
+        return ids, weights
 
     return mutated
 
@@ -58,7 +59,7 @@ def without_sinks(attend: Original) -> Original:
 
 EXPERT_MUTATIONS: list[Mutation] = [
     mutation("experts: weights not normed", experts, "choose", not_normed, FORMULA),
-    mutation("experts: another order of sums among other rows", experts, "choose", in_another_order, BRANCHES),
+    mutation("experts: another order of sums in every second row", experts, "choose", in_another_order, BRANCHES),
     mutation("experts: an expert's row of another token", ExpertProduct, "__call__", of_another_row, FORMULA),
     mutation("experts: ties go to the higher number", experts, "choose", unsorted_ties, TIES),
     mutation("experts: gates without a limit", ExpertWeights, "_activate", unlimited, FORMULA),
