@@ -47,6 +47,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", QWEN | {"linear_num_value_heads": 6, "num_experts": 0}),
     "lfm2": ("Lfm2", LFM),
 }
+DELTAS = QWEN | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SHAPES = MODELS | {  # others, for comparisons with other engines
+    "three values": ("Qwen3_5", DELTAS | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "every second": ("Qwen3_5", DELTAS | {"full_attention_interval": 2, "num_key_value_heads": 1}),
+    "short filter": ("Qwen3_5", QWEN | {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    "long filter": ("Lfm2", LFM | {"conv_L_cache": 5, "num_key_value_heads": 4}),
+    "attention first": ("Lfm2", LFM | {"layer_types": ["full_attention", "conv", "conv", "conv"]}),
+    "one key head": ("Lfm2", LFM | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1}),
+}
 CONFIG_CLASSES = {
     "Qwen3_5": transformers.Qwen3_5TextConfig,
     "Qwen3Next": transformers.Qwen3NextConfig,
@@ -56,7 +65,7 @@ CONFIG_CLASSES = {
 
 def make(name: str, folder: Path, **changes: Any) -> Any:
     """Write a random model to a folder, and return transformers' own."""
-    family, fields = MODELS[name]
+    family, fields = SHAPES[name]
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, f"{family}ForCausalLM")(CONFIG_CLASSES[family](**fields | changes)).eval()
     with torch.no_grad():
@@ -112,7 +121,7 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
     """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms.
     Qwen3-Next's heads keep their order, and its matrices stay fused if `is_old`. `more`: further metadata of the
     architecture."""
-    family, fields = MODELS[name]
+    family, fields = SHAPES[name]
     tensors = load_file(folder / "model.safetensors")
     architectures = {"Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Lfm2": "lfm2"}
     architecture, layers = architectures[family], fields["num_hidden_layers"]
@@ -137,9 +146,15 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
     else:
         values = fields["linear_num_value_heads"]
         metadata |= {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}
-        metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
+        metadata |= {
+            "ssm.conv_kernel": fields["linear_conv_kernel_dim"],
+            "ssm.state_size": fields["linear_key_head_dim"],
+        }
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
-        metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
+        metadata |= {
+            "ssm.inner_size": values * fields["linear_value_head_dim"],
+            "full_attention_interval": fields.get("full_attention_interval", 4),
+        }
         if family == "Qwen3_5":
             metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():

@@ -59,7 +59,7 @@ def one_by_one(model: Llama, text: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", recurrent.MODELS)
+@pytest.mark.parametrize("name", recurrent.SHAPES)
 def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
     with torch.no_grad():
@@ -67,13 +67,15 @@ def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: st
     got = pair.model.score([chain(pair.model.open(100, 100), TEXT, range(len(TEXT)))])
     assert expected.std() > 0.5
     torch.testing.assert_close(got[:23], expected[:23], atol=1e-4, rtol=0)
-    torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)  # transformers' chunks are 2e-4 off float64 here
+    torch.testing.assert_close(
+        got, expected, atol=1e-3, rtol=0
+    )  # float32 is up to 4e-4 off float64 here, in transformers too
     half = read(Checkpoint.open(pair.folder), dtype=torch.bfloat16)
     close = half.score([chain(half.open(100, 100), TEXT, range(len(TEXT)))])
     assert (close.float() - expected)[:23].abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("name", recurrent.MODELS)
+@pytest.mark.parametrize("name", recurrent.SHAPES)
 def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)
     file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", name, is_old=True)
@@ -83,7 +85,35 @@ def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: s
     model = load_model(file, runtime="llama").model
     got, expected = (one.score([chain(one.open(100, 100), TEXT, range(len(TEXT)))]) for one in (model, pair.model))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert model.config.recurrence.is_tiled == (name in ("grouped", "wide"))
+    sizes = model.config.recurrence
+    is_reordered = sizes.value_heads != sizes.key_heads and name != "next"
+    assert sizes.is_tiled == is_reordered
+
+
+LLAMA_CPP = [
+    name for name in recurrent.SHAPES if name not in ("wide", "next")
+]  # it lacks such heads, and needs experts
+
+
+@pytest.mark.parametrize(("name", "has_mtp"), [*((name, False) for name in LLAMA_CPP), ("grouped", True)])
+def test_llama_cpp_computes_the_same(name: str, has_mtp: bool, tmp_path: Path) -> None:
+    """Logits of a text, whose last tokens llama.cpp reads one by one; it ignores a layer for multi-token prediction."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    recurrent.make(name, tmp_path)
+    if has_mtp:
+        recurrent.add_mtp(tmp_path)
+    file = recurrent.write_gguf(tmp_path, tmp_path / "model.gguf", name)
+    sizes = {"n_ctx": 128, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
+    theirs = llama_cpp.Llama(str(file), **sizes, type_k=0, type_v=0, flash_attn=False, logits_all=True, verbose=False)
+    for part in (TEXT[:50], *([token] for token in TEXT[50:])):
+        theirs.eval(part)
+    expected = torch.from_numpy(theirs.scores[: len(TEXT)].copy())
+    theirs.close()
+    model = load_model(file, runtime="llama").model
+    got = model.score([chain(model.open(100, 100), TEXT, range(len(TEXT)))])
+    assert got.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=0)
+    assert torch.equal(got.argmax(1), expected.argmax(1))
 
 
 def test_matrices_may_be_fused_or_not(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
