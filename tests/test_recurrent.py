@@ -22,6 +22,7 @@ from outpace.models.base import Capability, Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.recurrence import USUAL_NODES
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
@@ -287,6 +288,25 @@ def test_a_state_is_cut_only_where_a_snapshot_is(pairs: Callable[[str], Pair]) -
     session.truncate(20)
     for one in (session, other):
         assert torch.equal(model.score([chain(one, TEXT[20:25], range(5))]), one_by_one(model, TEXT[:25])[20:])
+
+
+def test_the_stash_of_a_prompt_is_bounded_and_freed(pairs: Callable[[str], Pair]) -> None:
+    """Kept nodes leave the stash before new ones come, and a session then takes what is counted as its memory."""
+    model = pairs("grouped").model
+    session, count = model.open(250, 100), model.chunk
+    for start in range(0, 200, count):
+        part = (TEXT * 4)[start : start + count]
+        model.score([chain(session, part, [], range(session.pending))])
+        assert len(part) <= session.memory.stash.shape[1] <= count
+    session.keep(range(session.pending))
+    model.score([chain(session, TEXT[:3])])
+    memory = session.memory
+    held = sum(part.nbytes for part in (memory.heads, memory.history, memory.stash, *session.kv))
+    assert memory.stash.shape[1] <= USUAL_NODES < count
+    assert held <= model.session_bytes(session.slots)
+    session.keep([0])
+    session.trim()
+    assert not memory.stash.shape[1]
 
 
 def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair]) -> None:
