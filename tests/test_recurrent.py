@@ -295,7 +295,7 @@ def test_the_stash_of_a_prompt_is_bounded_and_freed(pairs: Callable[[str], Pair]
     model = pairs("grouped").model
     session, count = model.open(250, 100), model.chunk
     for start in range(0, 200, count):
-        part = (TEXT * 4)[start : start + count]
+        part = (TEXT * 3)[:200][start : start + count]
         model.score([chain(session, part, [], range(session.pending))])
         assert len(part) <= session.memory.stash.shape[1] <= count
     session.keep(range(session.pending))
