@@ -74,11 +74,24 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         LFM | CHOSEN | {"moe_intermediate_size": 32, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
 }
+DELTAS = QWEN | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SHAPES = (
+    MODELS
+    | EXPERTS
+    | {  # others, for comparisons with other engines
+        "three values": ("Qwen3_5", DELTAS | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+        "every second": ("Qwen3_5", DELTAS | {"full_attention_interval": 2, "num_key_value_heads": 1}),
+        "short filter": ("Qwen3_5", QWEN | {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+        "long filter": ("Lfm2", LFM | {"conv_L_cache": 5, "num_key_value_heads": 4}),
+        "attention first": ("Lfm2", LFM | {"layer_types": ["full_attention", "conv", "conv", "conv"]}),
+        "one key head": ("Lfm2", LFM | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    }
+)
 
 
 def make(name: str, folder: Path, **changes: Any) -> Any:
     """Write a random model to a folder, and return transformers' own."""
-    family, fields = (MODELS | EXPERTS)[name]
+    family, fields = (SHAPES | EXPERTS)[name]
     torch.manual_seed(sum(map(ord, name)))
     kind = f"{family}TextConfig" if "3_5" in family else f"{family}Config"
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, kind)(**fields | changes)).eval()
@@ -143,7 +156,7 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
     """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms.
     Qwen3-Next's heads keep their order, and its matrices stay fused if `is_old`. `more`: further metadata of the
     architecture."""
-    family, fields = (MODELS | EXPERTS)[name]
+    family, fields = (SHAPES | EXPERTS)[name]
     tensors = stacked(folder)
     architecture, layers = ARCHITECTURES[family], fields["num_hidden_layers"]
     if family == "Qwen3Next" and not is_old:
@@ -179,9 +192,15 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
     if "linear_num_value_heads" in fields:
         values = fields["linear_num_value_heads"]
         metadata |= {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}
-        metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
+        metadata |= {
+            "ssm.conv_kernel": fields["linear_conv_kernel_dim"],
+            "ssm.state_size": fields["linear_key_head_dim"],
+        }
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
-        metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
+        metadata |= {
+            "ssm.inner_size": values * fields["linear_value_head_dim"],
+            "full_attention_interval": fields.get("full_attention_interval", 4),
+        }
         if "3_5" in family:
             metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():

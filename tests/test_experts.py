@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import recurrent
 import torch
+import transformers
 from heads import write_head
 from passes import branch, fresh, prefilled, random_parents
 from safetensors.numpy import load_file, save_file
+from serving import served
 from torch import Tensor
 
 from outpace import LLM, SamplingParams
@@ -25,7 +27,7 @@ from outpace.distill.draft_shape import DraftShape, draft_config
 from outpace.models.base import Part, chain
 from outpace.models.files import mxfp4
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf.source import GgufCheckpoint
+from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.experts import SIGMOID, Experts
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.torch import experts
@@ -300,7 +302,7 @@ SAMPLED = SamplingParams(max_tokens=24, seed=3, temperature=0.7)
 
 
 def texts(file: str, params: SamplingParams = SAMPLED, **options: Any) -> list[Any]:
-    with LLM(file, runtime="llama", **options) as llm:
+    with LLM(file, **{"runtime": "llama"} | options) as llm:
         return [output.token_ids for output in llm.generate(PROMPTS, params)]
 
 
@@ -338,6 +340,22 @@ def test_a_head_drafts_for_a_mixture_of_experts(tmp_path: Path) -> None:
         draft_config(json.loads((target / "config.json").read_text()), DraftShape())
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "lfm2_moe"])
+def test_a_converted_file_is_what_transformers_expects(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
+    file = recurrent.write_gguf(pairs(name).folder, tmp_path / "model.gguf", name)
+    folder = convert(file, tmp_path / "cache")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        near(theirs(torch.tensor([TEXT])).logits[0], logits(pairs(name).model))
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "lfm2_moe"])
+def test_transformers_writes_the_same_texts(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
+    folder = str(recurrent.with_tokenizer(pairs(name).folder))
+    plain = texts(folder, method="autoregressive")
+    assert texts(folder, runtime="transformers", method="speculative", drafter="ngram") == plain
+
+
 def test_files_of_gpt_oss_are_not_for_transformers(files: dict[str, str]) -> None:
     with pytest.raises(UserError, match="experts' rows are in another order than transformers expects"):
         load_model(files["gpt_oss"], runtime="transformers")
@@ -361,3 +379,6 @@ def test_rounds_tell_how_many_experts_their_passes_applied(
         shown = capsys.readouterr().err
         assert f"experts per pass and layer: {mean:.1f}" in shown
         assert "experts" in shown.splitlines()[2]
+    with LLM(files["qwen3_moe"], runtime="llama", method="autoregressive") as llm, served(llm) as site:
+        rounds = site.chat("hello", max_tokens=4, temperature=0, return_rounds=True).choice["rounds"]
+    assert {one["experts"] for one in rounds} == {3.0}

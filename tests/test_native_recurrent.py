@@ -251,8 +251,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
-        patch.setitem(recurrent.MODELS, "native", ("Qwen3_5", recurrent.QWEN | sizes))
-        patch.setitem(recurrent.MODELS, "next", ("Qwen3Next", recurrent.QWEN | sizes | {"num_experts": 0}))
+        patch.setitem(recurrent.SHAPES, "native", ("Qwen3_5", recurrent.QWEN | sizes))
+        patch.setitem(recurrent.SHAPES, "next", ("Qwen3Next", recurrent.QWEN | sizes | {"num_experts": 0}))
         for name in ("native", "next", "lfm2"):
             folder = tmp_path_factory.mktemp(name)
             model = recurrent.make(name, folder)

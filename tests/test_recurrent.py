@@ -22,6 +22,7 @@ from outpace.models.base import Capability, Part, chain
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.llama_config import from_dict
+from outpace.models.llama.config.recurrence import USUAL_NODES
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
@@ -59,7 +60,7 @@ def one_by_one(model: Llama, text: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", recurrent.MODELS)
+@pytest.mark.parametrize("name", recurrent.SHAPES)
 def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: str) -> None:
     pair = pairs(name)
     with torch.no_grad():
@@ -67,13 +68,15 @@ def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: st
     got = pair.model.score([chain(pair.model.open(100, 100), TEXT, range(len(TEXT)))])
     assert expected.std() > 0.5
     torch.testing.assert_close(got[:23], expected[:23], atol=1e-4, rtol=0)
-    torch.testing.assert_close(got, expected, atol=3e-4, rtol=0)  # transformers' chunks are 2e-4 off float64 here
+    torch.testing.assert_close(
+        got, expected, atol=1e-3, rtol=0
+    )  # float32 is up to 4e-4 off float64 here, in transformers too
     half = read(Checkpoint.open(pair.folder), dtype=torch.bfloat16)
     close = half.score([chain(half.open(100, 100), TEXT, range(len(TEXT)))])
     assert (close.float() - expected)[:23].abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("name", recurrent.MODELS)
+@pytest.mark.parametrize("name", recurrent.SHAPES)
 def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)
     file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", name, is_old=True)
@@ -83,7 +86,35 @@ def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: s
     model = load_model(file, runtime="llama").model
     got, expected = (one.score([chain(one.open(100, 100), TEXT, range(len(TEXT)))]) for one in (model, pair.model))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert model.config.recurrence.is_tiled == (name in ("grouped", "wide"))
+    sizes = model.config.recurrence
+    is_reordered = sizes.value_heads != sizes.key_heads and name != "next"
+    assert sizes.is_tiled == is_reordered
+
+
+LLAMA_CPP = [
+    name for name in recurrent.SHAPES if name not in ("wide", "next")
+]  # it lacks such heads, and needs experts
+
+
+@pytest.mark.parametrize(("name", "has_mtp"), [*((name, False) for name in LLAMA_CPP), ("grouped", True)])
+def test_llama_cpp_computes_the_same(name: str, has_mtp: bool, tmp_path: Path) -> None:
+    """Logits of a text, whose last tokens llama.cpp reads one by one; it ignores a layer for multi-token prediction."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    recurrent.make(name, tmp_path)
+    if has_mtp:
+        recurrent.add_mtp(tmp_path)
+    file = recurrent.write_gguf(tmp_path, tmp_path / "model.gguf", name)
+    sizes = {"n_ctx": 128, "n_batch": 128, "n_ubatch": 128, "n_threads": 1, "n_threads_batch": 1}
+    theirs = llama_cpp.Llama(str(file), **sizes, type_k=0, type_v=0, flash_attn=False, logits_all=True, verbose=False)
+    for part in (TEXT[:50], *([token] for token in TEXT[50:])):
+        theirs.eval(part)
+    expected = torch.from_numpy(theirs.scores[: len(TEXT)].copy())
+    theirs.close()
+    model = load_model(file, runtime="llama").model
+    got = model.score([chain(model.open(100, 100), TEXT, range(len(TEXT)))])
+    assert got.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=0)
+    assert torch.equal(got.argmax(1), expected.argmax(1))
 
 
 def test_matrices_may_be_fused_or_not(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
@@ -255,6 +286,25 @@ def test_a_state_is_cut_only_where_a_snapshot_is(pairs: Callable[[str], Pair]) -
     session.truncate(20)
     for one in (session, other):
         assert torch.equal(model.score([chain(one, TEXT[20:25], range(5))]), one_by_one(model, TEXT[:25])[20:])
+
+
+def test_the_stash_of_a_prompt_is_bounded_and_freed(pairs: Callable[[str], Pair]) -> None:
+    """Kept nodes leave the stash before new ones come, and a session then takes what is counted as its memory."""
+    model = pairs("grouped").model
+    session, count = model.open(250, 100), model.chunk
+    for start in range(0, 200, count):
+        part = (TEXT * 3)[:200][start : start + count]
+        model.score([chain(session, part, [], range(session.pending))])
+        assert len(part) <= session.memory.stash.shape[1] <= count
+    session.keep(range(session.pending))
+    model.score([chain(session, TEXT[:3])])
+    memory = session.memory
+    held = sum(part.nbytes for part in (memory.heads, memory.history, memory.stash, *session.kv))
+    assert memory.stash.shape[1] <= USUAL_NODES < count
+    assert held <= model.session_bytes(session.slots)
+    session.keep([0])
+    session.trim()
+    assert not memory.stash.shape[1]
 
 
 def test_recurrent_layers_store_no_keys_and_values(pairs: Callable[[str], Pair]) -> None:

@@ -21,7 +21,13 @@ from outpace.core.errors import UserError
 
 # placeholders for layers that share another layer's keys and values; before transformers 5.23 there are none
 _SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
-HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2")  # whose recurrent layers continue from a copy of their states
+HYBRIDS = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+)  # whose recurrent layers continue from a copy of their states
 
 
 class CacheLayout(NamedTuple):

@@ -8,6 +8,8 @@ import numpy as np
 
 DELTA_NET, CONVOLUTION = "delta net", "short convolution"
 INPUTS = "linear_attn.in_proj_"  # the beginning of the names of a delta net's input matrices
+READ_TOGETHER = 64  # prompt tokens in a pass; each may stash a megabyte until the next one
+USUAL_NODES = 32  # pending nodes whose stash is counted as a session's memory
 PARTS = {"qkvz": ("qkv", "z"), "ba": ("b", "a")}  # the ends of these names, by those of matrices that fuse them
 
 

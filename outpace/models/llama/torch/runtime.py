@@ -28,6 +28,7 @@ from outpace.models.base import Capability, Model, Part, ReducedOutput, hidden_r
 from outpace.models.llama.config.draft_vocab import checked_ids, num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
 from outpace.models.llama.torch.experts import ROUTER, ExpertWeights
 from outpace.models.llama.torch.linear import (
@@ -39,7 +40,7 @@ from outpace.models.llama.torch.linear import (
     find_row_counts,
     pad_rows,
 )
-from outpace.models.llama.torch.recurrent import KEPT_ROWS, RecurrentPass, gate, halved_sum, norm_heads, silu
+from outpace.models.llama.torch.recurrent import RecurrentPass, gate, halved_sum, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
@@ -87,6 +88,7 @@ class Llama(Model):
         )
         if config.num_recurrent_layers:
             self.capabilities = self.capabilities - {Capability.LENGTH, Capability.MLP_BIAS}
+            self.chunk = READ_TOGETHER
         if config.experts:
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
         self._distinct: list[Tensor] = []  # numbers of experts that layers applied in the last pass
@@ -120,7 +122,7 @@ class Llama(Model):
 
     def session_bytes(self, slots: int) -> int:
         sizes = self.config.recurrence
-        stash = 4 * KEPT_ROWS * sizes.stash_size * self.config.num_recurrent_layers if sizes else 0
+        stash = 4 * USUAL_NODES * sizes.stash_size * self.config.num_recurrent_layers if sizes else 0
         return super().session_bytes(slots) + stash
 
     @property
