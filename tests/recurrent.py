@@ -49,6 +49,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", QWEN | {"linear_num_value_heads": 6, "num_experts": 0}),
     "lfm2": ("Lfm2", LFM),
 }
+DELTAS = QWEN | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+SHAPES = MODELS | {  # others, for comparisons with other engines
+    "three values": ("Qwen3_5", DELTAS | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "every second": ("Qwen3_5", DELTAS | {"full_attention_interval": 2, "num_key_value_heads": 1}),
+    "short filter": ("Qwen3_5", QWEN | {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    "long filter": ("Lfm2", LFM | {"conv_L_cache": 5, "num_key_value_heads": 4}),
+    "attention first": ("Lfm2", LFM | {"layer_types": ["full_attention", "conv", "conv", "conv"]}),
+    "one key head": ("Lfm2", LFM | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1}),
+}
 CHOSEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
 MOE: dict[str, Any] = SIZES | CHOSEN | {"num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
 YARN = {
@@ -73,15 +82,6 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         LFM | CHOSEN | {"moe_intermediate_size": 32, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
-}
-DELTAS = QWEN | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-SHAPES = MODELS | {  # others, for comparisons with other engines
-    "three values": ("Qwen3_5", DELTAS | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    "every second": ("Qwen3_5", DELTAS | {"full_attention_interval": 2, "num_key_value_heads": 1}),
-    "short filter": ("Qwen3_5", QWEN | {"linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
-    "long filter": ("Lfm2", LFM | {"conv_L_cache": 5, "num_key_value_heads": 4}),
-    "attention first": ("Lfm2", LFM | {"layer_types": ["full_attention", "conv", "conv", "conv"]}),
-    "one key head": ("Lfm2", LFM | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1}),
 }
 
 

@@ -150,8 +150,8 @@ class NativeSession(Session):
         if self.is_recurrent:
             self.store.keep(list(path), list(live))
 
-    def trim(self) -> None:
-        super().trim()
+    def trim(self, exact: bool = False) -> None:
+        super().trim(exact)
         if self.is_recurrent:
             self.store.trim_states()
 
