@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from outpace.bench import contenders, figures, report, tasks
 from outpace.bench.contenders import Contender
@@ -228,6 +230,18 @@ def test_accepted_tokens_are_summed_over_answers() -> None:
     assert row.hit_rate == pytest.approx(3 / 8)
     assert row.acceptance_by_position == pytest.approx((0.5, 0.5))
     assert row.reached_by_position == (4, 2)
+
+
+def test_experts_per_pass_are_a_mean_over_passes() -> None:
+    one = record("card", "a", counts=(1, 3, 2), arrivals=(0.1, 0.2, 0.3), experts=8.0)
+    two = record("card", "b", counts=(5,), arrivals=(0.1,), experts=12.0)
+    rows = figures.table_rows([one, two])
+    assert rows[0].experts_per_pass == pytest.approx(9.0)
+    assert figures.table_rows([record("card")])[0].experts_per_pass is None
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(report.table(report.COST_COLUMNS, rows))
+    assert re.search(r"experts.*\n.*per pass(.*\n)+.* 9\.0 ", shown.get())
 
 
 @pytest.mark.parametrize(
