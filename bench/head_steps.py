@@ -11,7 +11,6 @@ tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers. EAGLE-
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from common import parse, run
 
 from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
@@ -200,12 +200,8 @@ def block_steps(model: NativeBlock) -> dict[str, float]:
 
 def main() -> None:
     """Time the kinds and shapes that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("int4", "int8"), default="int4")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
-    args = parser.parse_args()
+    choices = {"dtype": ("int4", "int8"), "kinds": KINDS, "shapes": SHAPES}
+    args = parse(__doc__, choices=choices, dtype="int4", nodes=[1, 4, 8], kinds=[*KINDS], shapes=[*SHAPES])
     for name in args.shapes:
         for kind in args.kinds:
             head, files = random_head(kind, SHAPES[name])
@@ -220,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

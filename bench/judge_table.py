@@ -11,17 +11,14 @@ with p > (1 - l) max p (Leviathan et al., arXiv:2211.17192, appendix A.5), as ru
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from common import finish, parse, run
+from common import show as show_table
 
 from outpace import UserError
 from outpace.bench.contenders import parse_options
@@ -127,11 +124,11 @@ def table_rows(measured: dict[str, Measured]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table("rule", "setting", "right", "tokens per pass", "tokens/s over greedy", "relaxed")
+    shown = []
     for row in rows:
-        cells = [f"{row[name][0]:.2f} ({row[name][1]:.2f} to {row[name][2]:.2f})" for name in FIGURES]
-        table.add_row(row["rule"], row["setting"], *cells, f"{row['relaxed']:.0%}")
-    Console(width=140).print(table)
+        cells = {name: "{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in FIGURES}
+        shown.append({"rule": row["rule"], "setting": row["setting"], **cells, "relaxed": f"{row['relaxed']:.0%}"})
+    show_table(shown, width=140)
 
 
 FIGURES = ("right", "tokens_per_pass", "speed")
@@ -187,12 +184,9 @@ def _draw(axes: Any, name: str, kind: str, rows: list[dict[str, Any]], measure: 
     )
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
+    args = parse(__doc__, {"folders": [Path]}, plot=Path)
     named: dict[str, list[dict[str, Any]]] = {}
     for folder in args.folders:
         name, measured = read(folder)
@@ -201,11 +195,8 @@ def main() -> None:
         show(named[name])
     if args.plot:
         plot(named, args.plot)
-    print(json.dumps(named))
+    return finish(named, False)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

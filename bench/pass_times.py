@@ -5,13 +5,13 @@ All settings are interleaved, round after round, because other jobs on the machi
 and median are shown. The lower bound (floor) is the bytes of weights, keys and values over the memory bandwidth. The
 last columns are the fractions, at the minimum, of this bandwidth and of the rate at which as many threads multiply
 bytes in registers, both measured in the run. A context above 256 tokens repeats one text of 256 tokens, copied in the
-KV cache. The last line is JSON.
+KV cache. --set names instruction sets (the fastest by default), --gigabytes the bandwidth (by default it is measured).
+The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -20,6 +20,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import outpace_kernels
+from common import finish, parse, run
 
 from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
@@ -74,19 +75,11 @@ def operations(config: LlamaConfig) -> int:
     return 2 * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model")
-    parser.add_argument("--dtype", nargs="+", choices=WEIGHTS, default=WEIGHTS[:1])
-    parser.add_argument("--threads", type=int, nargs="+", default=[*range(1, num_cores() + 1)])
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--kv-dtype", default=NATIVE_KV)
-    parser.add_argument("--set", nargs="+", default=[""], help="instruction sets (default: the fastest)")
-    parser.add_argument("--gigabytes", type=float, help="memory bandwidth in GB/s (default: measured)")
-    args = parser.parse_args()
+    options = {"model": str, "dtype": [WEIGHTS[0]], "threads": [*range(1, num_cores() + 1)], "rows": ROWS, "rounds": 30}
+    options |= {"context": 128, "kv_dtype": NATIVE_KV, "set": [""], "gigabytes": float}
+    args = parse(__doc__, choices={"dtype": WEIGHTS}, **options)
     args.gigabytes = args.gigabytes or memory_bandwidth() / 1e9
     settings = [(name, dtype, threads) for name in args.set for dtype in args.dtype for threads in args.threads]
     models = {setting: open_model(args, *setting) for setting in settings}
@@ -96,7 +89,7 @@ def main() -> None:
         for rows in args.rows:
             for setting, model in models.items():
                 times[(*setting, rows)].append(time_pass(model, sessions[setting], rows))
-    report(args, {setting[:2]: model for setting, model in models.items()}, times)
+    return report(args, {setting[:2]: model for setting, model in models.items()}, times)
 
 
 def pass_bytes(args: argparse.Namespace, model: NativeLlama) -> int:
@@ -108,7 +101,7 @@ def report(
     args: argparse.Namespace,
     models: dict[tuple[str, str], NativeLlama],
     times: dict[tuple[str, str, int, int], list[float]],
-) -> None:
+) -> int:
     """Print the table and the JSON line."""
     for (_, dtype), model in models.items():
         weights, floor = model.weight_bytes, 1e3 * pass_bytes(args, model) / args.gigabytes / 1e9
@@ -133,8 +126,8 @@ def report(
         found.append({"instruction_set": name, "dtype": dtype, "threads": threads, "rows": rows, **measured})
     for (name, threads), rate in rates.items():
         print(f"{name}, {threads} threads: {rate / 1e12:.2f} TOP/s in registers")
-    print(json.dumps({"context": args.context, "passes": found}))
+    return finish({"context": args.context, "passes": found}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,21 +9,17 @@ bandwidth measured in the run. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from pass_times import PIECE, session_of
-from rich.console import Console
-from rich.table import Table
+from common import finish, parse, run, show
+from pass_times import PIECE, open_model, session_of
 
 from outpace.bench.peer import PeerSettings
 from outpace.bench.peers.llama_cpp import open_llama
@@ -31,10 +27,7 @@ from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError
 from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
-from outpace.models.files.find import locate, open_source
 from outpace.models.files.gguf.writer import gguf_file
-from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.options import NATIVE_KV
 
@@ -46,11 +39,7 @@ class Ours:
     """The native runtime with a committed context."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
-        options = NativeOptions(threads=args.threads, kv_dtype=args.kv_dtype, weights=args.dtype)
-        with open_source(locate(args.model)) as source:
-            config = from_dict(source.config)
-            config = replace(config, max_positions=max(config.max_positions, len(context) + max(args.rows)))
-            self.model = NativeLlama.from_tensors(config, source.weight, options=options)
+        self.model = open_model(args, "", args.dtype, args.threads)
         self._session = session_of(self.model, len(context), max(args.rows))
 
     def score(self, tokens: Sequence[int]) -> Scores:
@@ -100,38 +89,14 @@ def milliseconds(engine: Any, tokens: Sequence[int]) -> float:
     return 1e3 * seconds
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or .gguf file (default: the shipped model)")
-    parser.add_argument(
-        "--kind",
-        default="Q8_0",
-        choices=("Q8_0", "Q4_0", "Q4_1", "Q4_K"),
-        help="weights in llama.cpp; Q4_K needs a file with them",
-    )
-    parser.add_argument("--threads", type=int, default=num_cores())
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--context", type=int, default=200)
-    parser.add_argument(
-        "--kv-dtype",
-        default=NATIVE_KV,
-        choices=("float32", "float16", "int8"),
-        help="llama.cpp uses float16",
-    )
-    parser.add_argument("--dtype", default="int8", choices=("int8", "file"), help="weights of outpace")
-    parser.add_argument("--flash", action="store_true", help="use flash attention in llama.cpp")
-    parser.add_argument("--gigabytes", type=float, help="memory bandwidth in GB/s (default: measured in each round)")
-    args = parser.parse_args()
+def main() -> int:
+    """Run the command."""
+    options = {"model": str, "kind": "Q8_0", "threads": num_cores(), "rows": [1, 2, 4, 8, 16], "rounds": 10}
+    options |= {"context": 200, "kv_dtype": NATIVE_KV, "dtype": "int8", "flash": False, "gigabytes": float}
+    choices = {"kind": ("Q8_0", "Q4_0", "Q4_1", "Q4_K"), "dtype": ("int8", "file")}
+    args = parse(__doc__, choices=choices | {"kv_dtype": ("float32", "float16", "int8")}, **options)
     if min(args.rounds, args.context, *args.rows) < 1:
         raise UserError("rows, rounds and context must be at least 1")
-    return args
-
-
-def main() -> None:
-    """Run the command."""
-    args = arguments()
     context = [index % PIECE * 37 % 1000 + 5 for index in range(args.context)]  # as session_of repeats it
     ours = Ours(args, context)
     engines = {OURS: ours, THEIRS: Theirs(args, context)}
@@ -151,7 +116,7 @@ def main() -> None:
                 if turn >= 2:  # the first passes are slower
                     times[name, rows] += spent[1:]
     args.gigabytes = statistics.median(speeds)
-    report(args, ours.model, times, alike)
+    return report(args, ours.model, times, alike)
 
 
 def agreement(passes: dict[str, Callable[[], Scores]]) -> float:
@@ -162,42 +127,25 @@ def agreement(passes: dict[str, Callable[[], Scores]]) -> float:
 
 def report(
     args: argparse.Namespace, model: NativeLlama, times: dict[tuple[str, int], list[float]], alike: float
-) -> None:
+) -> int:
     """Print the table and the JSON line."""
     floor = 1e-6 * (model.weight_bytes + args.context * model.token_bytes) / args.gigabytes
-    title = f"a whole pass, ms, {args.context} tokens of context, {args.threads} threads, {model.instruction_set}"
-    table = Table(title=f"{title}; llama.cpp {args.kind}")
-    for column in ("rows", OURS, "least", "of one row", THEIRS, "least", "of one row", "ratio", "floor"):
-        table.add_column(column, justify="right")
-    found = []
-    middle = {key: statistics.median(values) for key, values in times.items()}
+    middle, shown, found = {key: statistics.median(values) for key, values in times.items()}, [], []
     for rows in args.rows:
-        cells = [str(rows)]
+        cells: dict[str, Any] = {"rows": rows}
         for name in (OURS, THEIRS):
             own = middle[name, rows]
-            cells += [f"{own:.2f}", f"{min(times[name, rows]):.2f}", f"{own / middle[name, args.rows[0]]:.2f}"]
-        ratio = middle[OURS, rows] / middle[THEIRS, rows]
-        table.add_row(*cells, f"{ratio:.2f}", f"{floor:.1f}")
-        row = {"rows": rows, "outpace_ms": middle[OURS, rows], "llama_cpp_ms": middle[THEIRS, rows], "ratio": ratio}
-        found.append({name: round(value, 3) for name, value in row.items()})
-    console = Console(width=120)
-    console.print(table)
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    console.print(f"scores correlate by {alike:.4f}; load {load}; floor at {args.gigabytes:.1f} GB/s")
-    line = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "gigabytes": round(args.gigabytes, 1),
-        "threads": args.threads,
-        "context": args.context,
-        "kind": args.kind,
-        "floor_ms": round(floor, 2),
-    }
-    print(json.dumps(line | {"correlation": round(alike, 5), "load": os.getloadavg()[0], "passes": found}))
+            cells |= {name: own, f"{name}, least": min(times[name, rows])}
+            cells[f"{name}, of one row"] = own / middle[name, args.rows[0]]
+        shown.append(cells | {"ratio": middle[OURS, rows] / middle[THEIRS, rows], "floor": floor})
+        row = {"rows": rows, "outpace_ms": middle[OURS, rows], "llama_cpp_ms": middle[THEIRS, rows]}
+        found.append({name: round(value, 3) for name, value in (row | {"ratio": shown[-1]["ratio"]}).items()})
+    title = f"a whole pass, ms, {args.context} tokens of context, {args.threads} threads, {model.instruction_set}"
+    show(shown, f"{title}; llama.cpp {args.kind}", width=140)
+    line = {name: getattr(args, name) for name in ("model", "dtype", "threads", "context", "kind")}
+    line |= {"gigabytes": round(args.gigabytes, 1), "floor_ms": round(floor, 2), "load": os.getloadavg()[0]}
+    return finish(line | {"correlation": round(alike, 5), "passes": found}, False)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

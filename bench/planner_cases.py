@@ -1,27 +1,26 @@
 """Measure where `auto` chooses badly: small cases with models that cost nothing, on a clock that they move themselves.
 
-Run: python bench/planner_cases.py CASE [options]; each case says below what it prints and what would be right.
+Run: python bench/planner_cases.py hidden-costs|trials|first-rounds [options]; each case says below what it prints and
+what would be right.
 
 Each pass of a stand-in model adds its time to a virtual clock, and so do hidden costs, which the planner does not time.
-Other programs on the machine therefore hardly change a figure. With --host 1, and in the case `host`, the clock also
-counts the time that the host takes between passes. The case `ends` uses the shipped pair and no such clock.
+Other programs on the machine therefore hardly change a figure. With --host the clock also counts the time that the host
+takes between passes. --answers are as many as --requests, at least six, if it is 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import random
-import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+from common import parse, run
 from host_cost import VOCAB, TableModel
 
 from outpace.core.drafting import BuildContext
@@ -320,7 +319,7 @@ def _setting(args: argparse.Namespace, **more: Any) -> Setting:
         more |= {"target_pass": args.pass_ms * MS, "target_row": args.pass_ms * MS * 0.003}
     if args.step_ms:
         more |= {"draft_step": args.step_ms * MS, "draft_row": args.step_ms * MS * 0.013}
-    return Setting(prompt=args.prompt, host=bool(args.host), **more)
+    return Setting(prompt=args.prompt, host=args.host, **more)
 
 
 def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tuple[str, bool]:
@@ -333,17 +332,6 @@ def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tupl
     mark = "**" if is_bad else ""
     figures = f"{mark}{auto / plain:.2f}, {auto / rates[best]:.2f}{mark}"
     return f"{figures} ({methods[best]} {rates[best] / plain:.2f}; {shares[-1]:.0%})", is_bad
-
-
-def reading(_: argparse.Namespace) -> None:
-    """Is the time of a growth that also reads the text taken for that of its draft steps? With several steps at once,
-    the believed d should be a step's time, and `auto` should draft, which pays here."""
-    for count in (1, 8, 32):
-        setting = Setting(count, hidden="steps in advance", prompt=128)
-        step = setting.draft_step + setting.draft_row * (count - 1)
-        print(f"{count} requests, good draft; a step takes {step / MS:.1f} ms")
-        for method in ("chain3", "auto"):
-            measure(setting, method, 192, max(count, 6), explain=True)
 
 
 def trials(_: argparse.Namespace) -> None:
@@ -391,144 +379,16 @@ def first_rounds(_: argparse.Namespace) -> None:
                     break
 
 
-def ends(_: argparse.Namespace) -> None:
-    """Are tokens drafted past the end of an answer? With the shipped pair; right is 0 past the end."""
-    import outpace
-
-    options: dict[str, dict[str, Any]] = {"speculative": {"width": 1, "draft_length": 4}, "auto": {}}
-    for method, more in options.items():
-        with outpace.LLM(method=method, profile=False, reuse=False, **more) as llm:
-            assert llm.draft is not None
-            draft = llm.draft.model
-            for limit in (2, 3, 4, 8, 16):
-                offered = needless = 0
-                with patch.object(draft, "score_sparse", wraps=draft.score_sparse) as counted:
-                    for seed in range(6):
-                        result = llm.generate(
-                            "The capital of France is", max_tokens=limit, seed=seed, temperature=0.7, ignore_eos=True
-                        )[0]
-                        left = limit
-                        for one in result.rounds:
-                            offered += one.depth_offered
-                            needless += max(one.depth_offered - left + 1, 0)
-                            left -= one.emitted
-                print(
-                    f"{method}, max_tokens {limit}: {counted.call_count} draft forwards in 6 answers, {offered} levels"
-                    f" offered, {needless} of them past the end"
-                )
-
-
-def host(args: argparse.Namespace) -> None:
-    """How much time of the host does a round take, by requests and method? With --profile: in which functions."""
-    print(
-        "| requests | method | us a round | us a request and round | us a written token | draft steps a round | us a"
-        " draft step (above plain) |\n|--:|---|--:|--:|--:|--:|--:|"
-    )
-    for count in (1, 8, 32):
-        plain = 0.0
-        for method in ("plain", "chain3", "auto"):
-            world = World(Setting(count, host=True))
-            with build_engine(world, method, warm=False) as engine:
-                times, steps, tokens = _round_times(engine, world, method, args.profile)
-            middle = statistics.median(times) * 1e6
-            plain = plain or middle
-            step = (middle - plain) / steps if steps else 0.0
-            print(
-                f"| {count} | {method} | {middle:.0f} | {middle / count:.0f} | {sum(times) * 1e6 / tokens:.0f} |"
-                f" {steps:.1f} | {step:.0f} |",
-                flush=True,
-            )
-
-
-def _round_times(
-    engine: Engine, world: World, method: str, has_profile: bool, first: int = 60, rounds: int = 150
-) -> tuple[list[float], float, int]:
-    """Return the seconds of `rounds` rounds after the `first`, their draft steps a round, and all their tokens."""
-    times, steps, tokens, profile = list[float](), 0, 0, cProfile.Profile()
-    stepping: Callable[..., Any] = engine.step
-
-    def timed() -> None:
-        start, skipped = time.perf_counter(), world.skipped
-        stepping()
-        times.append(time.perf_counter() - start - (world.skipped - skipped))
-
-    with patch.object(engine, "step", timed):
-        for number, one in enumerate(rounds_of(engine, world, method, world.setting.requests, 20_000)):
-            if number >= first:
-                steps, tokens = steps + one.steps, tokens + one.tokens
-            if number == first and has_profile:
-                profile.enable()
-            if number == first + rounds:
-                break
-    profile.disable()
-    if has_profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(22)
-    return times[first + 1 :], steps / rounds, tokens
-
-
-def shared(_: argparse.Namespace) -> None:
-    """Do requests that each decide alone miss a level that pays if all take it? 32 requests that are replaced as they
-    end; `auto` should reach the rate of a chain of 2. Prints the rounds by their draft steps."""
-    count, tokens, answers = 32, 128, 128
-    setting = Setting(
-        count, prompt=64, target_pass=5 * MS, target_row=0.015 * MS, draft_step=1.5 * MS, draft_row=0.0195 * MS
-    )
-    for method in ("plain", "chain2", "auto"):
-        world = World(setting)
-        found: defaultdict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0.0, 0, 0])
-        with build_engine(world, method) as engine:
-            start = world.clock()
-            for one in rounds_of(engine, world, method, answers, tokens):
-                last = [sequence.history.steps[-1:] for sequence in one.running]
-                group = ("few" if len(last) < count else "full", one.steps, "" if all(last) else "read")
-                verified = sum(step.verified_rows for steps in last for step in steps)
-                added = (1, one.seconds, one.tokens, verified)
-                found[group] = [old + new for old, new in zip(found[group], added, strict=True)]
-            total = world.clock() - start
-        print(f"{method} {count} {answers * tokens / total:.0f} tok/s")
-        for group, (rounds, seconds, written, rows) in sorted(found.items()):
-            print(
-                f"    {group} rounds {rounds} share {seconds / total:.2f} ms {seconds / rounds / MS:.1f}"
-                f" tok {written / rounds:.1f} rows {rows / rounds:.0f} rate {written / seconds:.0f}"
-            )
-
-
-CASES = {
-    "hidden-costs": hidden_costs,
-    "reading": reading,
-    "trials": trials,
-    "first-rounds": first_rounds,
-    "ends": ends,
-    "host": host,
-    "shared": shared,
-}
+CASES = {"hidden-costs": hidden_costs, "trials": trials, "first-rounds": first_rounds}
 
 
 def main() -> None:
-    """Run one case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = parser.add_subparsers(required=True, metavar="CASE")
-    for name, case in CASES.items():
-        about = " ".join((case.__doc__ or "").split())
-        options = cases.add_parser(name, help=about, description=about)
-        options.set_defaults(case=case)
-        if case is host:
-            options.add_argument("--profile", action="store_true", help="print the functions by their own time")
-        if case is hidden_costs:
-            options.add_argument("--host", type=int, choices=(0, 1), default=0, help="1: add the host's time")
-            options.add_argument("--requests", default="1,8,32", help="numbers of concurrent requests")
-            options.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
-            options.add_argument("--answers", type=int, default=0, help="number of answers (default: requests, or 6)")
-            options.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
-            options.add_argument("--only", default="", help="hidden costs, joined by commas")
-            options.add_argument("--amount", type=float, help="amount of the hidden costs")
-            options.add_argument("--drafts", default="good,useless")
-            options.add_argument("--pass-ms", type=float, help="milliseconds of a target pass")
-            options.add_argument("--step-ms", type=float, help="milliseconds of a draft step")
-            options.add_argument("--explain", action="store_true", help="print what the planner believes")
-    args = parser.parse_args()
-    args.case(args)
+    """Run one case; the options are those of `hidden-costs`."""
+    options: dict[str, Any] = {"host": False, "requests": "1,8,32", "tokens": 256, "answers": 0, "prompt": 16}
+    options |= {"only": "", "amount": float, "drafts": "good,useless", "pass_ms": float, "step_ms": float}
+    args = parse(__doc__, {"case": str}, {"case": CASES}, **options, explain=False)
+    CASES[args.case](args)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

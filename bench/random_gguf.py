@@ -2,17 +2,17 @@
 
 Run: python bench/random_gguf.py SHAPE FORMAT OUT, for example llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random
 bytes with small scales, so texts are meaningless, but a pass costs what that of the trained model does. Vocabulary and
-merges have the model's sizes, with shorter strings.
+merges have the model's sizes, with shorter strings. With --layers the model has fewer layers.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import parse, run
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from outpace.models.text.text_stream import byte_alphabet
@@ -156,12 +156,8 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("format", choices=SCALES)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    asked = parser.parse_args()
+    positional = {"shape": str, "format": str, "out": Path}
+    asked = parse(__doc__, positional, {"shape": SHAPES, "format": SCALES}, layers=int)
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
     shape = replace(shape, layers=asked.layers or shape.layers)
     writer = GGUFWriter(asked.out, shape.architecture)
@@ -194,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,7 +10,6 @@ python bench/server_load.py URL --known soak.json --by-library   # compare the t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -26,9 +25,9 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from common import finish, parse, run, show
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper.",
@@ -224,23 +223,20 @@ class Rates:
 
 def show_rates(rows: list[dict[str, Any]]) -> None:
     """Print medians over rounds, and the ratio of each variant to plain decoding in the same round."""
-    table = Table(
-        "clients", "variant", "tokens/s", "over plain decoding", "first text, ms", "client's cores", "differing"
+    plain, shown = (
+        {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["variant"] == "plain"},
+        [],
     )
-    plain = {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["variant"] == "plain"}
     for count, variant in dict.fromkeys((row["clients"], row["variant"]) for row in rows):
         its = [row for row in rows if (row["clients"], row["variant"]) == (count, variant)]
         ratios = sorted(row["tokens_per_second"] / plain[count, row["round"]] for row in its)
-        table.add_row(
-            str(count),
-            variant,
-            f"{median(row['tokens_per_second'] for row in its):.1f}",
-            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-            f"{1000 * median(row['first_p50'] or 0.0 for row in its):.0f}",
-            f"{median(row['client_cpu'] for row in its):.2f}",
-            str(sum(row["differing_texts"] for row in its)),
-        )
-    Console(width=110).print(table)
+        cells: dict[str, Any] = {"clients": count, "variant": variant}
+        cells["tokens/s"] = median(row["tokens_per_second"] for row in its)
+        cells["over plain decoding"] = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        cells["first text, ms"] = 1000 * median(row["first_p50"] or 0.0 for row in its)
+        cells["client's cores"] = median(row["client_cpu"] for row in its)
+        shown.append(cells | {"differing": sum(row["differing_texts"] for row in its)})
+    show(shown, width=120)
 
 
 class Soak:
@@ -330,34 +326,23 @@ def _params(asked: dict[str, Any]) -> Any:
     return SamplingParams(**given, logprobs=asked.get("top_logprobs"))
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server")
-    parser.add_argument("--rows", type=Path, help="file that keeps the rows of all rounds")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--each", type=int, default=3, help="requests per client")
-    parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds")
-    parser.add_argument("--seconds", type=float, default=0.0, help="duration of a soak")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--known", type=Path, help="file with the state of a soak")
-    parser.add_argument("--by-library", action="store_true", help="compare texts with the library's")
-    parser.add_argument("--pid", type=int, help="process id of the server, to record its memory")
-    given = parser.parse_args()
+    rates = {"counts": [1, 4, 8, 16], "each": 3, "max_tokens": 100, "rounds": 3, "peer": [""], "rows": Path}
+    soak = {"seconds": 0.0, "clients": 32, "known": Path, "by_library": False, "pid": int}
+    args = parse(__doc__, {"url": str}, **rates, **soak)
     totals: dict[str, Any] = {}
-    if given.by_library:
-        totals = by_library(given.known)
-    elif given.seconds:
-        totals["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
+    if args.by_library:
+        totals = by_library(args.known)
+    elif args.seconds:
+        totals["soak"] = asyncio.run(Soak(args.url, args.pid, args.known).run(args.seconds, args.clients))
     else:
-        peers = {name: url for name, _, url in (peer.partition("=") for peer in given.peer)}
-        variants = Rates(given.url, peers, given.each, given.max_tokens, given.rows)
-        totals["rates"] = asyncio.run(variants.run(given.counts, given.rounds))
+        peers = {name: url for name, _, url in (peer.partition("=") for peer in args.peer if peer)}
+        variants = Rates(args.url, peers, args.each, args.max_tokens, args.rows)
+        totals["rates"] = asyncio.run(variants.run(args.counts, args.rounds))
         show_rates(totals["rates"])
-    print(json.dumps(totals))
+    return finish(totals, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -90,7 +90,7 @@ def test_the_best_width_is_plotted_and_points_are_kept(tmp_path: Path, monkeypat
     synthetic_trace(0.7, answers=1, tokens=40).save(tmp_path / "pair.trace")
     files = {"--trace": "pair.trace", "--out": "widths.png", "--rows": "rows.jsonl"}
     words = [word for name, file in files.items() for word in (name, str(tmp_path / file))]
-    times = ["--draft-times", "dear=1:1,16:30", "--draft-times", "free=1:1", "--widths", "2,16", "--methods", "card"]
+    times = ["--draft-times", "dear=1:1,16:30", "free=1:1", "--widths", "2,16", "--methods", "card"]
     monkeypatch.setattr(sys, "argv", ["card_widths.py", *words, *times])
     card_widths.main()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
