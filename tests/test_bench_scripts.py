@@ -113,6 +113,7 @@ def test_heads_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert {row["kind"]: [*row["milliseconds"]] for row in rows} == drafted
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="a wire needs Linux")
 def test_drafting_on_a_wire_between_two_namespaces_changes_no_text() -> None:
     """Real TCP with a delay, in both layouts; the script compares all texts with plain decoding's."""
