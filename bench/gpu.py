@@ -32,7 +32,7 @@ from outpace.api.llm import LLM
 from outpace.core import machine
 from outpace.core.errors import UserError
 from outpace.core.noise import unavailable_reason
-from outpace.core.theory import card_limit
+from outpace.core.stats import merge_stats
 from outpace.models.base import chain
 from outpace.models.devices import check_device
 from outpace.models.files.pairs import shipped_draft
@@ -246,10 +246,7 @@ CARD = {"method": "card", "drafter": "model"}
 METHODS = {
     "plain": Method("", {"method": "autoregressive"}),
     "sequential, 4 steps": Method("gpu", SEQUENTIAL | SHORT),
-    "sequential, 4 steps in a graph": Method("gpu", SEQUENTIAL | SHORT | {"drafter": "multi_step", "steps": 4}),
     "sequential, 6 steps": Method("gpu", SEQUENTIAL | LONG),
-    "sequential, 6 steps in a graph": Method("gpu", SEQUENTIAL | LONG | {"drafter": "multi_step", "steps": 6}),
-    "sequential, 4 steps, draft on the CPU": Method("cpu", SEQUENTIAL | SHORT),
     "sequential, 6 steps, draft on the CPU": Method("cpu", SEQUENTIAL | LONG),
     "CARD in a thread": Method("gpu", CARD | {"worker": "thread"}),
     "CARD, polled, draft on the CPU": Method("cpu", CARD | {"worker": "polled"}),
@@ -278,13 +275,8 @@ class Models(NamedTuple):
         return LLM(self.target, draft, **options)
 
 
-def method_speeds(
-    bench: Bench, models: Models, parts: dict[str, float], about: dict[str, Any], batch: int
-) -> Iterator[Row]:
-    """Measure tokens/s of the methods, interleaved, after a repetition that captures passes of all sizes.
-
-    `parts` holds milliseconds of a pass of one row (plain), of a verifying pass (verify) and of a draft step (step).
-    """
+def method_speeds(bench: Bench, models: Models, about: dict[str, Any], batch: int) -> Iterator[Row]:
+    """Measure tokens/s of the methods, interleaved, after a repetition that captures passes of all sizes."""
     size = about["inflate"] or ""
     count = min(bench.args.tokens, TOKENS_OF.get(size, bench.args.tokens))
     prompts = bench.args.prompts[: PROMPTS_OF.get(size)]
@@ -311,22 +303,8 @@ def method_speeds(
     plain = statistics.median(rates["plain"])
     for name, found in rates.items():
         row = about | {"method": name, "times_plain": statistics.median(found) / plain}
-        row["differing"] = sum(a.tokens != b.tokens for a, b in zip(last[name], last["plain"], strict=True))
-        yield row | (_formula(chosen[name], last[name], parts) if batch == 1 else {})
-
-
-def _formula(method: Method, results: Sequence[Any], parts: dict[str, float]) -> Row:
-    """Predict the speedup from the measured parts by the formulas of the planner."""
-    figures = [result.figures for result in results]
-    passes = sum(one.passes for one in figures)
-    length = sum(one.emitted for one in figures) / passes
-    drafting = 1e3 * sum(one.draft_seconds for one in figures) / passes  # milliseconds a pass
-    row: Row = {"tokens_a_pass": length, "draft_ms": drafting}
-    if method.options["method"] == "speculative":
-        row["formula"] = length * parts["plain"] / (parts["verify"] + drafting)
-    if method.options["method"] == "card" and method.draft == "gpu":
-        row["formula"] = card_limit(length, parts["verify"] / parts["plain"], parts["step"] / parts["plain"])
-    return row
+        row["tokens_a_pass"] = merge_stats([result.figures for result in last[name]]).mean_accepted_length
+        yield row | {"differing": sum(a.tokens != b.tokens for a, b in zip(last[name], last["plain"], strict=True))}
 
 
 def passes(bench: Bench, model: GraphLlama, name: str, sizes: Sequence[tuple[int, int, int]]) -> Iterator[Row]:
@@ -409,7 +387,7 @@ def loaded(
 
 
 def answers(bench: Bench, size: str | None = None) -> Iterator[Row]:
-    """Measure tokens/s of each method with each draft, with predictions from separately timed passes."""
+    """Measure tokens/s of each method with each draft, and passes by themselves."""
     for number, draft in enumerate(bench.args.drafts):
         models, about = loaded(bench, size, draft=draft), {"inflate": size, "draft": Path(draft).name}
         context = min(256, models.target.model.max_positions // 2)
@@ -418,10 +396,9 @@ def answers(bench: Bench, size: str | None = None) -> Iterator[Row]:
         seconds = seconds_of(bench, models.cpu_draft.model, 1, 1, context)
         parts.append({"model": "draft on the CPU", "context": context, "ms": 1e3 * seconds})
         yield from (about | row for row in parts)
-        measured = dict(zip(("plain", "verify", "step"), (row["ms"] for row in parts), strict=False))
         batches = [1] if number or size == "32B" else bench.args.batches
         for batch in batches:
-            yield from method_speeds(bench, models, measured, about, batch)
+            yield from method_speeds(bench, models, about, batch)
         if bench.is_cuda:
             peak = torch.cuda.max_memory_allocated(bench.device)
             yield about | {"peak_gib": peak / (1 << 30), "captures": models.target.model.captures.count}

@@ -141,47 +141,32 @@ def plot(named: dict[str, list[dict[str, Any]]], file: Path) -> None:
     figure = Figure(figsize=(11.0, 4.2 * len(named)), layout="constrained")
     panels = figure.subplots(len(named), 2, squeeze=False)
     for row_of_panels, (task, rows) in zip(panels, named.items(), strict=True):
+        lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in rows:
+            lines.setdefault((row["rule"], str(row["setting"]).partition("temperature ")[2]), []).append(row)
         for axes, measure, text in zip(
             row_of_panels, FIGURES[1:], ("tokens per target pass", "tokens/s over greedy speculation"), strict=True
         ):
-            for kind in dict.fromkeys(row["rule"] for row in rows):
-                own = [row for row in rows if row["rule"] == kind]
-                for temperature in dict.fromkeys(_temperature(row) for row in own):
-                    some = [row for row in own if _temperature(row) == temperature]
-                    _draw(
-                        axes,
-                        f"{kind}{f', T {temperature}' if temperature else ''}",
-                        kind,
-                        some,
-                        measure,
-                        bool(temperature),
-                    )
+            for (kind, temperature), own in lines.items():
+                _draw(axes, kind, temperature, own, measure)
             axes.set_title(task, loc="left", fontsize=10)
-            axes.set_xlabel(text)
-            axes.set_ylabel("share of right answers")
-            axes.set_ylim(0, 1)
+            axes.set(xlabel=text, ylabel="share of right answers", ylim=(0, 1))
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(file, dpi=120)
 
 
-def _temperature(row: dict[str, Any]) -> str:
-    return str(row["setting"]).partition("temperature ")[2]
-
-
-def _draw(axes: Any, name: str, kind: str, rows: list[dict[str, Any]], measure: str, is_sampled: bool) -> None:
+def _draw(axes: Any, kind: str, temperature: str, rows: list[dict[str, Any]], measure: str) -> None:
     """Draw the settings of one rule, joined in the order of their speed; hollow where it samples."""
     rows = sorted(rows, key=lambda row: float(row[measure][0]))
     x, y = (np.array([row[figure] for row in rows]) for figure in (measure, "right"))
     spans = [np.abs(points[:, 1:] - points[:, :1]).T for points in (x, y)]
-    marks = {"autoregressive": "x", "greedy": "s", "gumbel": "s"}
-    style = {"marker": marks.get(kind, "o"), "ls": "--" if is_sampled else "-", "lw": 1, "elinewidth": 0.4, "ms": 5}
-    color = COLORS.get(kind, NEUTRAL)
-    axes.errorbar(
-        x[:, 0], y[:, 0], spans[1], spans[0], color=color, mfc="none" if is_sampled else color, label=name, **style
-    )
+    marker = {"autoregressive": "x", "greedy": "s", "gumbel": "s"}.get(kind, "o")
+    style = {"marker": marker, "ls": "--" if temperature else "-", "lw": 1, "elinewidth": 0.4, "ms": 5}
+    color = style["color"] = COLORS.get(kind, NEUTRAL)
+    style |= {"mfc": "none" if temperature else color, "label": f"{kind}{f', T {temperature}' if temperature else ''}"}
+    axes.errorbar(x[:, 0], y[:, 0], spans[1], spans[0], **style)
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""Measure where `auto` chooses badly: small cases with models that cost nothing, on a clock that they move themselves.
+"""Measure where `auto` chooses badly: hidden costs, with models that cost nothing and move a clock themselves.
 
-Run: python bench/planner_cases.py hidden-costs|trials|first-rounds [options]; each case says below what it prints and
-what would be right.
-
-Each pass of a stand-in model adds its time to a virtual clock, and so do hidden costs, which the planner does not time.
-Other programs on the machine therefore hardly change a figure. With --host the clock also counts the time that the host
-takes between passes. --answers are as many as --requests, at least six, if it is 0.
+Run: python bench/planner_cases.py [--only KIND] [--requests 1,8,32] [--explain] ...
+Does `auto` lose where time passes that the planner does not see? The table has its rate over that of plain decoding and
+over that of the best chain of 1 to 4; cells below 0.97 of plain or 0.95 of the best are bold. Each pass of a stand-in
+model adds its time to a virtual clock, and so do hidden costs, which the planner does not time; other programs on the
+machine therefore hardly change a figure. With --host the clock also counts the time that the host takes between passes.
+There are --answers, or as many as --requests, at least six.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 from common import parse, run
@@ -34,7 +33,6 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.engine.warmup import warm_up
 from outpace.models.base import Part
-from outpace.planning.planner import Planner
 from outpace.rules.greedy import Greedy
 
 OFFERED = 32  # best tokens that a model returns
@@ -292,8 +290,7 @@ def _beliefs(engine: Engine, setting: Setting, steps: Counter[int]) -> str:
 
 
 def hidden_costs(args: argparse.Namespace) -> None:
-    """Does `auto` lose where time passes that the planner does not see? The table has its rate over that of plain
-    decoding and over that of the best chain of 1 to 4; cells below 0.97 of plain or 0.95 of the best are bold."""
+    """Print the table."""
     counts = [int(part) for part in args.requests.split(",")]
     cells = " | ".join(f"{count}: auto/plain, auto/best chain (best; rounds drafted)" for count in counts)
     print(f"| hidden cost | amount | draft | {cells} |\n|---|--:|---|{'---|' * len(counts)}")
@@ -334,60 +331,11 @@ def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tupl
     return f"{figures} ({methods[best]} {rates[best] / plain:.2f}; {shares[-1]:.0%})", is_bad
 
 
-def trials(_: argparse.Namespace) -> None:
-    """Does a trial of a useless draft cost what the planner believes? All requests read their texts for it."""
-    believed = list[tuple[float, int]]()  # seconds, and unread tokens of the text
-    price = Planner._trial_seconds
-
-    def noted(self: Planner, model: Any) -> float:
-        seconds = price(self, model)
-        if not model.levels:
-            believed.append((seconds, len(self._context.committed) - self._context.num_read))
-        return seconds
-
-    for count in (8, 32):
-        world = World(Setting(count, DRAFTS["useless"], prompt=128))
-        with patch.object(Planner, "_trial_seconds", noted), build_engine(world, "auto") as engine:
-            believed.clear()
-            for one in rounds_of(engine, world, "auto", count, 400):
-                if one.steps and believed:
-                    seconds, unread = believed[-1]
-                    more = one.seconds - world.setting.plain_pass
-                    print(
-                        f"{count} requests: {one.steps} draft steps, {unread} tokens to read in each text: a trial is"
-                        f" believed to cost {seconds / MS:.1f} ms, the round took {more / MS:.1f} ms more than a plain"
-                        " one"
-                    )
-                believed.clear()
-
-
-def first_rounds(_: argparse.Namespace) -> None:
-    """Do the first drafted rounds of a batch grow more levels than a round may verify, or than pays?"""
-    for count in (8, 32):
-        world, num_drafted = World(Setting(count)), 0
-        with build_engine(world, "auto") as engine:
-            for one in rounds_of(engine, world, "auto", count, 192):
-                if one.steps:
-                    last = [sequence.history.steps[-1] for sequence in one.running]
-                    rows, emitted = sum(s.verified_rows for s in last) / count, sum(s.emitted for s in last) / count
-                    print(
-                        f"{count} requests: {one.steps:2d} draft steps, {rows:.1f} rows a request,"
-                        f" {emitted:.1f} tokens each, {one.seconds / MS:.1f} ms"
-                    )
-                    num_drafted += 1
-                if num_drafted == 12:
-                    break
-
-
-CASES = {"hidden-costs": hidden_costs, "trials": trials, "first-rounds": first_rounds}
-
-
 def main() -> None:
-    """Run one case; the options are those of `hidden-costs`."""
+    """Print the table of hidden costs."""
     options: dict[str, Any] = {"host": False, "requests": "1,8,32", "tokens": 256, "answers": 0, "prompt": 16}
     options |= {"only": "", "amount": float, "drafts": "good,useless", "pass_ms": float, "step_ms": float}
-    args = parse(__doc__, {"case": str}, {"case": CASES}, **options, explain=False)
-    CASES[args.case](args)
+    hidden_costs(parse(__doc__, **options, explain=False))
 
 
 if __name__ == "__main__":
