@@ -54,9 +54,6 @@ HIDDEN = (
     ("graph of draft step (flagged)", 5.0),
     ("catch-up costs", 0.5),
     ("slow observe", 0.02),
-    ("steps in advance", 0.0),  # several draft steps are computed at once, whether they are used or not
-    ("steps in advance", 2.0),  # and reading the text costs this more than its rows
-    ("steps in advance", 5.0),
 )
 
 
@@ -93,7 +90,6 @@ class World:
         self.rounds = 0
         self._has_drafted = False  # in the last round
         self._shapes = set[tuple[str, int, int]]()  # that were captured
-        self._usual, self._taken, self._ready = 4.0, 0, 0  # draft steps a round; of this round; computed in advance
         self.num_captures = Counter[str]()  # by kind
 
     def clock(self) -> float:
@@ -117,15 +113,12 @@ class World:
     def run_draft(self, forest: Sequence[Part]) -> None:
         """Add the time of a draft step."""
         setting = self.setting
-        nodes = sum(len(part.logit_rows) for part in forest)
         seconds = setting.draft_step + setting.draft_row * (sum(len(part.tokens) for part in forest) - 1)
         is_reading = any(len(part.tokens) - len(part.logit_rows) > 8 for part in forest)
         if setting.hidden == "catch-up costs" and is_reading:
             self.hide(setting.amount * setting.target_pass)
         self._capture("graph of draft step (flagged)", forest, max(len(part.logit_rows) for part in forest))
         self.steps += 1
-        if setting.hidden == "steps in advance":
-            seconds = self._step_in_advance(seconds, nodes, is_reading)
         self.now += seconds
 
     def _capture(self, kind: str, forest: Sequence[Part], size: int) -> None:
@@ -137,18 +130,6 @@ class World:
                 self.hide(self.setting.amount * self.setting.target_pass)
                 self.num_captures[kind] += 1
 
-    def _step_in_advance(self, seconds: float, nodes: int, is_reading: bool) -> float:
-        """Return the seconds of a step if several are computed at once, which the planner does not know."""
-        setting = self.setting
-        if is_reading or not self._ready:
-            self._ready = _power_of_two(max(1, round(self._usual) - self._taken + 1) + 1) // 2 - 1
-            seconds += self._ready * (setting.draft_step + setting.draft_row * (nodes - 1))
-            seconds += setting.amount * setting.target_pass * is_reading
-        else:
-            self._ready, seconds = self._ready - 1, 0.0
-        self._taken += 1
-        return seconds
-
     def end_round(self) -> None:
         """Add hidden costs between two rounds."""
         setting = self.setting
@@ -156,9 +137,6 @@ class World:
             self.hide(setting.amount * setting.plain_pass)
         if setting.hidden == "gap per draft step":
             self.hide(setting.amount * setting.draft_step * self.steps)
-        if self._taken:
-            self._usual = 0.9 * self._usual + 0.1 * self._taken
-        self._taken = self._ready = 0
         self._has_drafted, self.steps = bool(self.steps), 0
         self.rounds += 1
 

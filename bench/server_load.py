@@ -16,9 +16,9 @@ import json
 import random
 import re
 import resource
-import statistics
 import time
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -48,17 +48,18 @@ class Seen:
     tokens: int = 0
     texts: dict[str, set[str]] = field(default_factory=dict)  # by request
     first: list[float] = field(default_factory=list)
-    statuses: dict[int, int] = field(default_factory=dict)
-    refusals: list[float] = field(default_factory=list)  # time to a 429
-
-    def note(self, status: int) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
+    statuses: Counter[int] = field(default_factory=Counter)
 
 
 async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> float:
     """Stream one answer, at most `leave_after` seconds. Return the seconds to wait before a retry."""
     began = time.perf_counter()
-    async with sent(url, {**body, "stream": True, "stream_options": {"include_usage": True}}) as reader:
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 80)
+    with closing(writer):
+        writer.write(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
         with suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(_read(reader, body, seen, began), leave_after)
     return 0.0
@@ -66,17 +67,17 @@ async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | N
 
 async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> float:
     status = int((await reader.readline()).split()[1])
-    seen.note(status)
+    seen.statuses[status] += 1
     if status != 200:
-        seen.refusals.append(time.perf_counter() - began)
-        return wait_of(await reader.read())
+        found = re.search(rb"retry-after-ms: (\d+)", await reader.read())
+        return int(found[1]) / 1000 if found else 0.0
     texts, is_first, chunks, usage = dict[int, str](), True, 0, None
     while line := await reader.readline():
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
         if "error" in event:
-            seen.note(599)
+            seen.statuses[599] += 1
             return 0.0
         for choice in event["choices"]:
             if choice["delta"].get("content") and is_first:
@@ -89,31 +90,6 @@ async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, 
     key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
     seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
     return 0.0
-
-
-def wait_of(answer: bytes) -> float:
-    """Return the seconds of a retry-after-ms header."""
-    found = re.search(rb"retry-after-ms: (\d+)", answer)
-    return int(found[1]) / 1000 if found else 0.0
-
-
-async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    parts = urlsplit(url)
-    return await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 80)
-
-
-@asynccontextmanager
-async def sent(url: str, asked: dict[str, Any]) -> Any:
-    """Open a connection and send a request."""
-    reader, writer = await _open(url)
-    try:
-        data = json.dumps(asked).encode()
-        head = f"{HEAD}Content-Length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
-        await writer.drain()
-        yield reader
-    finally:
-        writer.close()
 
 
 def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
@@ -131,19 +107,6 @@ def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]
 def resident(pid: int) -> int:
     """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds used by this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def quantile(values: list[float], share: float) -> float | None:
-    """Return a quantile, or None without values."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 LEAVES = 0.2  # share of mixed requests that the client disconnects
@@ -177,14 +140,13 @@ async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any
         for body in bodies:
             await ask(url, body, seen)
 
-    cpu, began = cpu_seconds(), time.perf_counter()
+    cpu, began = time.process_time(), time.perf_counter()
     await asyncio.gather(*map(client, asked))
     seconds = time.perf_counter() - began
     return {
         "tokens_per_second": seen.tokens / seconds,
-        "first_p50": quantile(seen.first, 0.5),
-        "first_p99": quantile(seen.first, 0.99),
-        "client_cpu": (cpu_seconds() - cpu) / seconds,
+        "first_p50": median(seen.first) if seen.first else None,
+        "client_cpu": (time.process_time() - cpu) / seconds,
         "statuses": seen.statuses,
         "differing_texts": sum(len(texts) - 1 for texts in seen.texts.values()),
     }
@@ -247,7 +209,7 @@ class Soak:
         before: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
         self.seen = Seen(tokens=before.get("tokens", 0))
         self.seen.texts = {key: set(texts) for key, texts in before.get("texts", {}).items()}
-        self.seen.statuses = {int(status): count for status, count in before.get("statuses", {}).items()}
+        self.seen.statuses.update({int(status): count for status, count in before.get("statuses", {}).items()})
         self.memory: list[tuple[str, int, int]] = [tuple(row) for row in before.get("memory", [])]
         self.ran, self._end = before.get("seconds", 0.0), 0.0
 
@@ -274,7 +236,7 @@ class Soak:
             try:
                 await asyncio.sleep(await ask(self._url, mixed(draw), self.seen, leaves))
             except (OSError, IndexError) as error:  # the server is gone or closed the connection
-                self.seen.note(0)
+                self.seen.statuses[0] += 1
                 print(f"{type(error).__name__}: {error}", flush=True)
                 await asyncio.sleep(1.0)
 
