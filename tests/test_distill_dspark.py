@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from distill_files import HEAD_TARGETS, check_estimate, head_settings, make_draft, silent
+from distill_files import check_estimate, head_settings, head_targets, make_draft, silent
 from heads import silent_target
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
@@ -31,7 +31,7 @@ from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
 
-@pytest.fixture(scope="module", params=HEAD_TARGETS)
+@pytest.fixture(scope="module", params=head_targets("qwen3"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
     """A run after text and training."""
     options = head_settings(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distill_files import HEAD_TARGETS, check_estimate, head_settings, make_draft, silent
+from distill_files import check_estimate, head_settings, head_targets, make_draft, silent
 from heads import PARENTS, layers_of
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +30,7 @@ from outpace.models.runtimes import Loaded
 TAPS = (1, 3, 4)
 
 
-@pytest.fixture(scope="module", params=HEAD_TARGETS)
+@pytest.fixture(scope="module", params=head_targets("llama"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DistillOptions:
     """A run after text and training."""
     options = head_settings(request.param, tmp_path_factory.mktemp(request.param), kind="eagle3", taps=TAPS)

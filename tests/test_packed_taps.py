@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distill_files import HEAD_TARGETS, settings, silent, target_folder
+from distill_files import HEAD_TARGETS, head_targets, settings, silent, target_folder
 
 from outpace.core.errors import UserError
 from outpace.distill.batches import Packer, Sample, TrainingBatch, read_samples
@@ -27,7 +27,7 @@ TAPS, LENGTH = (1, 3, 4), 96
 JOBS = [AnswerJob(n, tuple(range(3 + n, 5 + 4 * n)), (0.0, 1.0)[n % 2], n > 9) for n in range(12)]
 
 
-@pytest.fixture(scope="module", params=HEAD_TARGETS)
+@pytest.fixture(scope="module", params=head_targets("llama"))
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose text, with hidden states of float32 passes and without, is in folders of their own."""
     folder = tmp_path_factory.mktemp(request.param)
