@@ -20,7 +20,6 @@ from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource,
 # Above this chance that lookups continue the root, a model's level is not typical of what the model adds.
 MAX_LOOKUP_CHANCE = 0.25
 _ROWS = 4  # rows over which the price of one more row is averaged
-_PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 # Factor on prices of waits for a worker: after a hit, the level would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
 
@@ -55,27 +54,40 @@ class Planner:
         self._draft_seconds = 0.0  # expected seconds of this round's draft steps
         self._why = ""
         self.plan: RoundPlan | None = None  # this round's plan, once the nodes to verify are chosen
-        self.is_plain = False  # this round decodes plainly in any case
+        self.is_plain = False  # this round decodes plainly
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
-        """Begin a round: read the prices and choose the lookup sources. The round decodes plainly where the time of
-        such a round is not known, or was not measured for long."""
-        context, costs = self._context, self._costs
-        self.uses_drafts, self.plan = False, None
+        """Begin a round: choose the lookup sources, and whether anything drafts. The round decodes plainly where the
+        time of such a round is not known, or was not measured for long."""
+        context, batch = self._context, self._context.batch
+        self.uses_drafts, self.price = False, batch.price
         self._widths, self._draft_seconds, self._why = [], 0.0, "no source has anything to add"
         self._lookup_chance, self._num_lookup_nodes = 0.0, 0
+        is_plain = context.budget < 2 or batch.is_plain
+        for source in self.lookups:
+            source.is_active = not is_plain and source.should_draft(self.price, self._options.trials)
+            self.uses_drafts |= source.is_active
+        may_draft = self.uses_drafts
         for model in self.models:
             model.begin_round()
-        self.price = _PRICE_MARGIN * costs.tokens_per_second(context.requests)
-        self.is_plain = context.budget < 2 or costs.needs_plain_round(context.requests)
-        if self.is_plain:
+            may_draft = (not is_plain and self._may_draft(model)) or may_draft
+        self.is_plain = not may_draft
+        if is_plain:
             self._why = "a plain round is timed" if context.budget > 1 else "no row is left for drafts"
+        if self.is_plain:
+            seconds = self._costs.plain_seconds(context.requests)
+            self.plan = RoundPlan((), 1.0, seconds, self.price, self._why, batch.estimates)
         else:
-            self._row = self.price * costs.extra_seconds(context.rows_of_others + 1, _ROWS)[-1] / _ROWS
-        for source in self.lookups:
-            source.is_active = not self.is_plain and source.should_draft(self.price, self._options.trials)
-            self.uses_drafts |= source.is_active
+            self.plan = None
+            self._row = self.price * self._costs.extra_seconds(context.rows_of_others + 1, _ROWS)[-1] / _ROWS
+
+    def _may_draft(self, model: ModelSource) -> bool:
+        """Return whether the model may grow a first level in this round: one that pays, or a trial."""
+        if model.source.name == WORKER.name or self.uses_drafts:
+            return True
+        self._why = "no draft level pays"
+        return self._batch_plan(model).levels > 0 or self._should_try(model)
 
     def record_lookup(self, tree: TokenTree) -> None:
         """Record that a lookup source has added its nodes."""
@@ -93,10 +105,10 @@ class Planner:
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         if model.levels == model.first:
             model.max_levels = min(model.first + self._max_levels(model), self._context.tokens_left - 1)
-        if self.is_plain or model.is_trial or model.levels >= model.max_levels:
+        if self.is_plain or model.levels >= model.max_levels or (model.is_trial and model.levels):
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
-        width = self._width(tree, model, leaves) or int(self._should_try(model))
+        width = 1 if model.is_trial else self._width(tree, model, leaves) or int(self._should_try(model))
         if width:
             context = self._context
             self.uses_drafts = True
@@ -121,7 +133,7 @@ class Planner:
         depth that pays may lead through depths that do not."""
         if model.plan is None:
             max_levels = min(self._options.deepest, self._context.budget - 1)
-            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels, self._costs)
+            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels)
         return model.plan
 
     def _width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import exp
 
 from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates
@@ -13,6 +14,7 @@ from outpace.planning.cost_model import LOOKUP_WEIGHT, CostModel
 from outpace.planning.estimators import FADE, PRIOR_WEIGHT, LevelMeans
 from outpace.planning.plan import BatchPlan, BatchState, plan_batch
 
+_PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 _CONTINUES = 0.97  # factor of a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
 _USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
@@ -31,8 +33,9 @@ class BatchRows:
     `rows` are for each request those of this round or, until it has chosen, those of its last pass.
     """
 
-    rows: int = 0
-    state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
+    costs: CostModel = field(repr=False)
+    rows: int = 1
+    state: BatchState = BatchState(1, 0, 0, 0, 1.0)
     estimates: PlanEstimates | None = None  # of the last plan of this round
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
     _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
@@ -42,21 +45,35 @@ class BatchRows:
     @classmethod
     def of(cls, contexts: Sequence[PlanningContext]) -> BatchRows:
         """Return the batch of these requests, before they plan a round, and set it in their contexts."""
-        new = [context for context in contexts if not context.num_read]
-        unread = sum([len(context.committed) for context in new])
-        behind = sum([len(context.committed) - context.num_read for context in contexts]) - unread
-        left = float(sum([context.expected_tokens for context in contexts]))
-        state = BatchState(len(contexts), len(contexts) - len(new), behind, unread, left)
-        batch = cls(sum([context.rows for context in contexts]), state)
+        batch, readers, behind, unread, left = cls(contexts[0].costs, 0), 0, 0, 0, 0
         for context in contexts:
+            read = context.num_read
+            if read:
+                readers, behind = readers + 1, behind + len(context.committed) - read
+            else:
+                unread += len(context.committed)
+            left += context.expected_tokens
+            batch.rows += context.rows
             context.requests, context.batch = len(contexts), batch
+        batch.state = BatchState(len(contexts), readers, behind, unread, float(left))
         return batch
 
-    def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int, costs: CostModel) -> BatchPlan:
+    @cached_property
+    def price(self) -> float:
+        """Tokens that a second is worth in this round."""
+        return _PRICE_MARGIN * self.costs.tokens_per_second(self.state.requests)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all requests decode plainly, because the time of such a round is not known or was not measured for
+        long."""
+        return self.costs.needs_plain_round(self.state.requests)
+
+    def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int) -> BatchPlan:
         """Return the plan of this round for all requests together: see `plan_batch`."""
         plan = self._plans.get(source.name)
         if plan is None:
-            state, estimates = self.state, costs.estimates(source, acceptance, self.state.requests)
+            state, estimates = self.state, self.costs.estimates(source, acceptance, self.state.requests)
             plan = plan_batch(state, max_levels, estimates) if estimates.plain > 0.0 else BatchPlan(0, 0, 0.0)
             self.estimates = estimates.at(state, plan.levels, plan.drafting or state.requests)
             if plan.drafting > state.readers:
@@ -86,9 +103,12 @@ class PlanningContext:
     budget: int = 1
     requests: int = 1  # running requests, this one included
     rows: int = 1  # its own part of `batch`
-    batch: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)
     tokens_left: int = 1  # tokens that may still be written
     num_read: int = 0  # tokens of the text that the draft model has read
+    batch: BatchRows = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.batch = BatchRows(self.costs)
 
     @property
     def rows_of_others(self) -> int:
