@@ -20,7 +20,6 @@ from common import chat_tokens, parse, run
 from outpace.api.llm import LLM
 from outpace.core.stats import merge_stats
 from outpace.distill.prompts import builtin_prompts, is_held_out
-from outpace.models.heads.config import DRAFTERS
 from outpace.models.load import Loaded, load_draft, load_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,7 +34,7 @@ def measure(
 ) -> tuple[float, float]:
     """Return the mean accepted length over greedy answers, each checked against plain decoding, and the speedup."""
     draft = load_draft(head, target)
-    with LLM(target, draft, drafter=DRAFTERS[draft.model.head.kind], profile=False, **options) as llm:
+    with LLM(target, draft, drafter=draft.drafter, profile=False, **options) as llm:
         asked: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
         drafted = [llm.generate([one], **asked)[0] for one in questions]
         plain = [llm.generate([one], plain=True, **asked)[0] for one in questions]
