@@ -13,7 +13,6 @@ the layers for multi-token prediction in files of Qwen3.5, with the target's out
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from common import parse, run
 
 from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
@@ -203,17 +203,13 @@ def block_steps(model: NativeBlock) -> dict[str, float]:
 
 def main() -> None:
     """Time the kinds and shapes that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("int4", "int8"), default="int4")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
-    parser.add_argument("--mtp", nargs="+", default=[], metavar="TARGET", help="files of targets; no other kinds then")
-    args = parser.parse_args()
-    for file in args.mtp:
+    choices = {"dtype": ("int4", "int8"), "kinds": KINDS, "shapes": SHAPES}
+    args = parse(__doc__, choices=choices, dtype="int4", nodes=[1, 4, 8], kinds=[*KINDS], shapes=[*SHAPES], mtp=[""])
+    targets = [file for file in args.mtp if file]
+    for file in targets:
         target = load_model(file)
         report(file, "mtp", target.precision, load_draft("mtp", target).model, args.nodes)
-    for name in args.shapes if not args.mtp else ():
+    for name in args.shapes if not targets else ():
         for kind in args.kinds:
             head, files = random_head(kind, SHAPES[name])
             options: Any = NativeOptions(num_cores(), "float16", weights=args.dtype)
@@ -232,4 +228,4 @@ def report(name: str, kind: str, dtype: str, model: NativeHead, widths: list[int
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,17 +2,18 @@
 
 Run: python bench/random_gguf.py SHAPE FORMAT OUT, for example llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random
 bytes with small scales, so texts are meaningless, but a pass costs what that of the trained model does. Vocabulary and
-merges have the model's sizes, with shorter strings. --mtp adds the layer for multi-token prediction of Qwen3.5.
+merges have the model's sizes, with shorter strings. With --layers the model has fewer layers; --mtp adds the layer for
+multi-token prediction of Qwen3.5.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import parse, refuse, run
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from outpace.models.text.text_stream import byte_alphabet
@@ -225,17 +226,12 @@ def vectors(shape: Shape, layer: int) -> dict[str, np.ndarray]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("format", choices=SCALES)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--mtp", action="store_true", help="add a layer for multi-token prediction")
-    asked = parser.parse_args()
+    positional = {"shape": str, "format": str, "out": Path}
+    asked = parse(__doc__, positional, {"shape": SHAPES, "format": SCALES}, layers=int, mtp=False)
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
     shape = replace(shape, layers=asked.layers or shape.layers)
     if asked.mtp and not shape.deltas:
-        parser.error(f"--mtp is of the shapes of Qwen3.5, not of {asked.shape}")
+        refuse(f"--mtp is of the shapes of Qwen3.5, not of {asked.shape}")
     writer = GGUFWriter(asked.out, shape.architecture)
     write_metadata(writer, shape, int(asked.mtp))
 
@@ -266,4 +262,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
