@@ -46,7 +46,7 @@ def read_recurrence(
     fields: Mapping[str, Any], num_layers: int, fused: tuple[str, ...] = ()
 ) -> tuple[Recurrence, tuple[bool, ...]]:
     """Return the sizes of the delta nets, and which layers have one. `fused`: see `Recurrence`."""
-    counts = {
+    counts: dict[str, Any] = {
         "key_heads": size(fields, "linear_num_key_heads", 16),
         "value_heads": size(fields, "linear_num_value_heads", 32),
         "key_depth": size(fields, "linear_key_head_dim", 128),
