@@ -43,8 +43,8 @@ class Planner:
         self._context, self._options = context, options
         self._costs: CostModel = context.costs
         self._acceptance = AcceptanceModel(self._costs, context.sources, context.committed)
-        lookups, repetitions = [s for s in context.sources if not s.runs_model], RepetitionDetector(context.committed)
-        self.lookups = [LookupSource(source, context, repetitions) for source in lookups]
+        self._repetitions = RepetitionDetector(context.committed)
+        self.lookups = [LookupSource(source, context) for source in context.sources if not source.runs_model]
         self.models = [ModelSource(source, context) for source in context.sources if source.runs_model]
         self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
         self._num_lookup_nodes = 0  # lookup nodes of this round's tree
@@ -61,33 +61,33 @@ class Planner:
         """Begin a round: choose the lookup sources, and whether anything drafts. The round decodes plainly where the
         time of such a round is not known, or was not measured for long."""
         context, batch = self._context, self._context.batch
-        self.uses_drafts, self.price = False, batch.price
+        self.uses_drafts, self.price, self.plan = False, batch.price, None
+        if context.budget < 2 or batch.is_plain:
+            self._decode_plainly("a plain round is timed" if context.budget > 1 else "no row is left for drafts")
+            return
         self._widths, self._draft_seconds, self._why = [], 0.0, "no source has anything to add"
         self._lookup_chance, self._num_lookup_nodes = 0.0, 0
-        is_plain = context.budget < 2 or batch.is_plain
-        for source in self.lookups:
-            source.is_active = not is_plain and source.should_draft(self.price, self._options.trials)
-            self.uses_drafts |= source.is_active
-        may_draft = self.uses_drafts
+        if self.lookups:
+            repeated = self._repetitions.follow()
+            for source in self.lookups:
+                source.is_active = source.should_draft(self.price, self._options.trials, repeated)
+                self.uses_drafts |= source.is_active
         for model in self.models:
             model.begin_round()
-            may_draft = (not is_plain and self._may_draft(model)) or may_draft
-        self.is_plain = not may_draft
-        if is_plain:
-            self._why = "a plain round is timed" if context.budget > 1 else "no row is left for drafts"
+        self.is_plain = not self.uses_drafts and not any(map(self._may_draft, self.models))
         if self.is_plain:
-            seconds = self._costs.plain_seconds(context.requests)
-            self.plan = RoundPlan((), 1.0, seconds, self.price, self._why, batch.estimates)
+            self._decode_plainly("no draft level pays")
         else:
-            self.plan = None
             self._row = self.price * self._costs.extra_seconds(context.rows_of_others + 1, _ROWS)[-1] / _ROWS
+
+    def _decode_plainly(self, why: str) -> None:
+        """Let no source draft in this round, for this reason."""
+        self.is_plain = True
+        self.plan = self._context.batch.plain_plan(why)
 
     def _may_draft(self, model: ModelSource) -> bool:
         """Return whether the model may grow a first level in this round: one that pays, or a trial."""
-        if model.source.name == WORKER.name or self.uses_drafts:
-            return True
-        self._why = "no draft level pays"
-        return self._batch_plan(model).levels > 0 or self._should_try(model)
+        return model.source.name == WORKER.name or self._batch_plan(model).levels > 0 or self._should_try(model)
 
     def record_lookup(self, tree: TokenTree) -> None:
         """Record that a lookup source has added its nodes."""
@@ -148,9 +148,7 @@ class Planner:
                 self._why = "the draft model has not read the text"
                 return 0
             if context.requests > 1:
-                if context.batch.num_drafting < context.requests:
-                    return 1
-                self.price = max(self.price, plan.rate)
+                return 1
         gains = self._level_gains(tree, model, leaves)
         if width := best_width(gains, self._second_price(model), self._seconds_of_width(model)):
             return width
@@ -158,22 +156,13 @@ class Planner:
         return int(not is_worker and not model.levels)
 
     def _seconds_of_width(self, model: ModelSource) -> Callable[[int], float]:
-        """Return the seconds of another level by its width; in a batch, of what exceeds the level that all grow."""
-        costs, source, requests = self._costs, model.source, self._context.requests
+        """Return the seconds of another level of a request that runs alone, by its width."""
+        costs, source = self._costs, model.source
         if source.name == WORKER.name:
             return lambda _: costs.step_seconds(source, 1)
-        if requests == 1:
-            excess = costs.excess(1)
-            more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
-            return lambda width: more + costs.step_seconds(source, width)
-        drafting, captures = self._batch_plan(model).drafting, costs.captures[source.name]
-        base = costs.step_seconds(source, drafting)
-
-        def seconds(width: int) -> float:
-            needs_capture = width > 1 and captures.seconds(drafting, width)
-            return inf if needs_capture else costs.step_seconds(source, drafting + width - 1) - base
-
-        return seconds
+        excess = costs.excess(1)
+        more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
+        return lambda width: more + costs.step_seconds(source, width)
 
     def _second_price(self, model: ModelSource) -> float:
         """Return how many tokens a second of the model's draft steps must add."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
 
-from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates
+from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates, RoundPlan
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import DraftSource
 from outpace.planning.cost_model import LOOKUP_WEIGHT, CostModel
@@ -35,11 +35,12 @@ class BatchRows:
 
     costs: CostModel = field(repr=False)
     rows: int = 1
-    state: BatchState = BatchState(1, 0, 0, 0, 1.0)
+    state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
     estimates: PlanEstimates | None = None  # of the last plan of this round
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
     _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
     _num_begun: int = 0  # how many of them have
+    _plain_plan: RoundPlan | None = None
     _plans: dict[str, BatchPlan] = field(default_factory=dict)  # by source
 
     @classmethod
@@ -56,6 +57,7 @@ class BatchRows:
             batch.rows += context.rows
             context.requests, context.batch = len(contexts), batch
         batch.state = BatchState(len(contexts), readers, behind, unread, float(left))
+        batch.costs.set_context(sum([len(context.committed) for context in contexts]))
         return batch
 
     @cached_property
@@ -68,6 +70,13 @@ class BatchRows:
         """Whether all requests decode plainly, because the time of such a round is not known or was not measured for
         long."""
         return self.costs.needs_plain_round(self.state.requests)
+
+    def plain_plan(self, why: str) -> RoundPlan:
+        """Return the plan of a request that decodes plainly for this reason."""
+        if self._plain_plan is None or self._plain_plan.why != why:
+            seconds = self.costs.plain_seconds(self.state.requests)
+            self._plain_plan = RoundPlan((), 1.0, seconds, self.price, why, self.estimates)
+        return self._plain_plan
 
     def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int) -> BatchPlan:
         """Return the plan of this round for all requests together: see `plan_batch`."""
@@ -152,19 +161,18 @@ class LookupSource:
     """A source that runs no model, and what it gained for this request: tokens that it adds to a round that asks it,
     minus the price of its rows. It is asked while that pays for its CPU time, and now and then if it does not."""
 
-    def __init__(self, source: DraftSource, context: PlanningContext, repetitions: RepetitionDetector) -> None:
+    def __init__(self, source: DraftSource, context: PlanningContext) -> None:
         self.source = source
         self.is_active = False  # whether it drafts in this round
-        self._context, self._costs, self._repetitions = context, context.costs, repetitions
+        self._context, self._costs = context, context.costs
         self._gain = DecayedMean(self._costs.lookup_gain(source.name, context.requests).value, LOOKUP_WEIGHT)
         self._option: Hashable = None  # the exploration budget's name for asking it in this round
 
-    def should_draft(self, price: float, share: float) -> bool:
-        """Return whether to ask the source in this round, in which a second is worth `price` tokens. Where the text
-        repeats itself, what failed at shorter repetitions says nothing."""
+    def should_draft(self, price: float, share: float, repeated: int) -> bool:
+        """Return whether to ask the source in this round, in which a second is worth `price` tokens and about
+        `repeated` of the last tokens occurred before. What failed at shorter repetitions says nothing."""
         seconds = self._costs.draft_seconds(self.source)
-        repeated = self._repetitions.follow().bit_length()
-        self._option = self.source.name, self._context.requests > 1, repeated
+        self._option = self.source.name, self._context.requests > 1, repeated.bit_length()
         return self._gain.value > price * seconds or self._costs.exploration.is_due(self._option, seconds, share)
 
     def learn(self, gain: float, price: float) -> None:

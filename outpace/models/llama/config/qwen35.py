@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
 }
-NEXT_DEFAULTS = {**DEFAULTS, "vocab_size": 151936, "num_key_value_heads": 2, "num_experts": 512}
+NEXT_DEFAULTS = {**DEFAULTS, "vocab_size": 151936, "num_key_value_heads": 2}
 VISION_ROPE = ("mrope_section", "mrope_interleaved")  # positions of images; those of text are equal in all sections
 
 
