@@ -118,7 +118,7 @@ def write(folder: Path, name: str, is_exact: bool = False) -> dict[str, Path]:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
     folder = tmp_path_factory.mktemp("mtp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(recurrent.MODELS, "mtp", ("Qwen3_5", recurrent.QWEN | SIZES))
+        patch.setitem(recurrent.SHAPES, "mtp", ("Qwen3_5", recurrent.QWEN | SIZES))
         return {name: write(folder, name, name == "exact") for name in ("random", "exact")}
 
 
