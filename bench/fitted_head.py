@@ -38,7 +38,6 @@ from outpace.core.stats import merge_stats
 from outpace.distill.prompts import builtin_prompts, is_held_out
 from outpace.models.base import chain
 from outpace.models.files.find import open_source
-from outpace.models.heads.config import DRAFTERS
 from outpace.models.load import Loaded, load_draft, load_model
 
 TEXTS, ANSWER, EVERY, AT_ONCE = 160, 192, 29, 16  # at most TEXTS prompts, every EVERY-th, with answers of ANSWER tokens
@@ -190,7 +189,7 @@ def measure(
 ) -> tuple[float, float]:
     """Return the mean accepted length over greedy answers, each checked against plain decoding, and the speedup."""
     draft = load_draft(head, target)
-    with LLM(target, draft, drafter=DRAFTERS[draft.model.head.kind], profile=False, **options) as llm:
+    with LLM(target, draft, drafter=draft.drafter, profile=False, **options) as llm:
         asked: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
         drafted = [llm.generate([one], **asked)[0] for one in questions]
         plain = [llm.generate([one], plain=True, **asked)[0] for one in questions]

@@ -26,9 +26,9 @@ from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-from outpace.models.heads.config import DFLASH, DSPARK, EAGLE3, P_EAGLE, HeadConfig
+from outpace.models.heads.config import DFLASH, DSPARK, EAGLE3, P_EAGLE, HeadConfig, head_class
 from outpace.models.heads.files import HeadFiles, HeadTensor
-from outpace.models.heads.native import NativeBlock, NativeEagle
+from outpace.models.heads.native import NativeWeights
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import NativeOptions
 
@@ -153,9 +153,9 @@ def hidden_states(head: HeadConfig, count: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((len(head.taps), count, head.target_width)).astype(np.float32)
 
 
-def eagle_steps(model: NativeEagle, widths: list[int]) -> dict[str, float]:
+def eagle_steps(model: Any, widths: list[int]) -> dict[str, float]:
     """Return the milliseconds of a step by its number of nodes; for P-EAGLE, of a block."""
-    head, session = model.head, model.open(CONTEXT + 4 * NEW, 64)
+    head, session = model.spec, model.open(CONTEXT + 4 * NEW, 64)
     text = np.random.default_rng(1).integers(0, ROWS, CONTEXT + NEW).tolist()
     session.add_features(model.fuse(hidden_states(head, CONTEXT)))
     model.score_sparse([chain(session, text[: CONTEXT - 1])])
@@ -183,19 +183,19 @@ def eagle_steps(model: NativeEagle, widths: list[int]) -> dict[str, float]:
     return {str(masks + 1): median_milliseconds(step, lambda: session.keep(()))}
 
 
-def block_steps(model: NativeBlock) -> dict[str, float]:
+def block_steps(model: Any) -> dict[str, float]:
     """Return the milliseconds of a block by the number of tokens that it drafts."""
-    session, new = model.open(CONTEXT + 4 * NEW, 64), hidden_states(model.head, NEW)
-    session.add_features(model.fuse(hidden_states(model.head, CONTEXT)))
+    session, new = model.open(CONTEXT + 4 * NEW, 64), hidden_states(model.spec, NEW)
+    session.add_features(model.fuse(hidden_states(model.spec, CONTEXT)))
     model.read_features([session])
 
     def step() -> None:
         session.add_features(model.fuse(new))
         draft = model.draft([session], [1])
-        for depth in range(model.head.num_drafted):
+        for depth in range(model.spec.num_drafted):
             draft.layer(0, depth, [[1] * (depth + 1)])
 
-    return {str(model.head.num_drafted): median_milliseconds(step, lambda: session.truncate(CONTEXT))}
+    return {str(model.spec.num_drafted): median_milliseconds(step, lambda: session.truncate(CONTEXT))}
 
 
 def main() -> None:
@@ -210,9 +210,8 @@ def main() -> None:
         for kind in args.kinds:
             head, files = random_head(kind, SHAPES[name])
             options: Any = NativeOptions(num_cores(), "float16", weights=args.dtype)
-            built = NativeBlock if head.block else NativeEagle
-            model = built.from_files(files, head, None, options)
-            found = block_steps(model) if isinstance(model, NativeBlock) else eagle_steps(model, args.nodes)
+            model = head_class(head.kind)(head, NativeWeights(files, None, options))
+            found = block_steps(model) if head.block else eagle_steps(model, args.nodes)
             size = model.weight_bytes
             row = {"head": name, "kind": kind, "dtype": args.dtype, "gigabytes": round(size / 1e9, 2)}
             row["floor"] = round(size / memory_bandwidth() * 1000, 1)

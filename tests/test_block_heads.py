@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.heads import native as native_heads
-from outpace.models.heads.dflash import BlockDraft
+from outpace.models.heads.kinds.dflash import BlockDraft
 from outpace.models.llama.native import runtime as native_runtime
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
@@ -103,7 +103,7 @@ def test_the_forward_is_that_of_the_formulas(
 ) -> None:
     model = load(targets, write_block(tmp_path / "head", **VARIANTS[variant]), runtime)
     assert distance(rows_of(draft(model)), expected(reference_of(VARIANTS[variant]))) < 1e-4
-    assert (hasattr(model, "captures") and model.captures.count > 0) == (runtime == "captured")
+    assert (model.num_captures > 0) == (runtime == "captured")
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -251,7 +251,7 @@ def test_a_head_that_does_not_fit_is_refused(
 def test_layers_without_ids_are_spread_evenly(targets: dict[str, Loaded], tmp_path: Path) -> None:
     config = block_config(dflash_config={"mask_token_id": 1}, num_hidden_layers=3)
     path = block_heads.write_folder(tmp_path / "head", config, block_tensors(config))
-    assert load(targets, path).head.taps == (2, 4, 6)  # layers 1, 3 and 5, counted from 0
+    assert load(targets, path).spec.taps == (2, 4, 6)  # layers 1, 3 and 5, counted from 0
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

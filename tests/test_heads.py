@@ -79,7 +79,7 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
 def give(model: Any, session: Any, hidden: np.ndarray) -> None:
     """Queue the features of these hidden states."""
     session.add_features(
-        model.fuse(hidden if isinstance(model, native_heads.NativeEagle) else torch.from_numpy(hidden))
+        model.fuse(hidden if isinstance(model.layers, native_runtime.NativeLlama) else torch.from_numpy(hidden))
     )
 
 
@@ -144,7 +144,7 @@ def test_the_forward_is_that_of_the_formulas(
     reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
     for seed, found in enumerate(tree_logits(model, [0, 1, 2])):
         assert distance(found, expected(reference, seed)) < 1e-4
-    assert (hasattr(model, "captures") and model.captures.count > 0) == (runtime == "captured")
+    assert (model.num_captures > 0) == (runtime == "captured")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -181,7 +181,7 @@ def test_mask_slots_are_those_of_the_formulas(
     config, tensors = head_config(**heads.P_EAGLE), head_tensors(head_config(**heads.P_EAGLE))
     path = heads.LAYOUTS[layout](tmp_path / "head", config, tensors)
     model, reference = load(targets, path, runtime), Reference(config, tensors)
-    assert (model.head.kind, model.head.mask_token) == ("P-EAGLE", heads.MASK)
+    assert (model.spec.kind, model.spec.mask_token) == ("P-EAGLE", heads.MASK)
     sessions = [opened(model, seed) for seed in (0, 1)]
     parts = []
     for session, part in sessions:
@@ -266,7 +266,7 @@ def test_proposal_methods_of_another_kind_say_no_length(
     config = json.loads((path / "config.json").read_text())
     config["speculators_config"]["proposal_methods"] = methods
     (path / "config.json").write_text(json.dumps(config))
-    assert load(targets, path).head.draft_length is None
+    assert load(targets, path).spec.draft_length is None
 
 
 def test_a_verifier_that_is_no_object_is_named_with_its_file(tmp_path: Path) -> None:
@@ -411,8 +411,8 @@ def test_taps_are_counted_as_their_field_counts_them(field: str, targets: dict[s
         "layer_ids": {"eagle_config": {"layer_ids": [1, 4, 7]}},
     }
     model = load(targets, write_head(tmp_path / "head", **changes[field]))
-    assert model.head.taps == (1, 4, 7)
-    assert load(targets, write_head(tmp_path / "silent")).head.taps == heads.TAPS
+    assert model.spec.taps == (1, 4, 7)
+    assert load(targets, write_head(tmp_path / "silent")).spec.taps == heads.TAPS
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -92,7 +92,7 @@ def test_eagle1_is_that_of_the_formulas(
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_an_mtp_layer_is_that_of_the_formulas(runtime: str, targets: Any, folder: Path) -> None:
     model = load(targets[runtime, "mimo"], "mtp", runtime)
-    assert (model.head.kind, model.head.taps) == ("MTP of MiMo", (LAYERS,))
+    assert (model.spec.kind, model.spec.taps) == ("MTP of MiMo", (LAYERS,))
     check(model, JoinedReference(folder / "mimo", joined_tensors(MTP_TENSORS), is_mtp=True), runtime)
 
 

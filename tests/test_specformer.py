@@ -108,7 +108,7 @@ def test_the_forward_is_that_of_the_formulas(variant: str, runtime: str, targets
     )
     model = load(target, folder / variant)
     assert distance(scores(model), expected(folder, variant)) < 1e-4
-    assert not captured or min(model.captures.count, model.slots.captures.count) > 0
+    assert not captured or min(model.layers.num_captures, model.slots.num_captures) > 0
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

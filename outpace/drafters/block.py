@@ -20,7 +20,7 @@ from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
-from outpace.models.heads.dflash import BlockModel
+from outpace.models.heads.head import Head
 
 Options = HeadOptions
 
@@ -36,8 +36,8 @@ class BlockDrafter(HeadDrafter):
         cost="a forward of the head over a block for all levels of the tree together",
     )
 
-    def __init__(self, head: BlockModel, options: Options) -> None:
-        expander = BlockExpander(head, head.head.block, options.tree_nodes)
+    def __init__(self, head: Head, options: Options) -> None:
+        expander = BlockExpander(head, head.spec.block, options.tree_nodes)
         super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
     def observe(self, state: HeadState, seen: Observation) -> None:
@@ -75,7 +75,7 @@ class BlockDrafter(HeadDrafter):
         def log_confidence(job: ExpansionJob, node: int) -> float | None:
             return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
 
-        self._children.add_levels(jobs, self._head.head.num_drafted, logits_of, log_confidence)
+        self._children.add_levels(jobs, self._head.spec.num_drafted, logits_of, log_confidence)
 
 
 def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -85,5 +85,5 @@ def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 def build(options: Options, *, given: BuildContext) -> BlockDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, BlockModel, "block", "a DFlash, DSpark or Medusa head for the target")
+    head = given_head(given, options, "block", "a DFlash, DSpark or Medusa head for the target")
     return BlockDrafter(head, options)

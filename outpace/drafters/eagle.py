@@ -20,7 +20,7 @@ from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.eagle3 import EagleModel
+from outpace.models.heads.head import Head
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EagleDrafter(FeatureDrafter):
         cost="a forward of one layer and the head's output layer for each level of the tree",
     )
 
-    def __init__(self, head: EagleModel, options: Options) -> None:
+    def __init__(self, head: Head, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
         super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
@@ -53,5 +53,5 @@ class EagleDrafter(FeatureDrafter):
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, EagleModel, "eagle", "an EAGLE head for the target, or its MTP layer")
+    head = given_head(given, options, "eagle", "an EAGLE head for the target, or its MTP layer")
     return EagleDrafter(head, options)

@@ -16,7 +16,7 @@ from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.specformer import SpecFormerModel
+from outpace.models.heads.head import Head
 
 Options = HeadOptions
 
@@ -30,8 +30,8 @@ class SpecFormerDrafter(FeatureDrafter):
         cost="a forward of the head's two layers and its output layer for all levels of the tree together",
     )
 
-    def __init__(self, head: SpecFormerModel, options: Options) -> None:
-        self._slots = head.head.block
+    def __init__(self, head: Head, options: Options) -> None:
+        self._slots = head.spec.block
         children = ChildAdder(options.width, options.tree_nodes, options.draws)
         super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), children)
 
@@ -41,5 +41,5 @@ class SpecFormerDrafter(FeatureDrafter):
 
 def build(options: Options, *, given: BuildContext) -> SpecFormerDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, SpecFormerModel, "specformer", "a SpecFormer head for the target")
+    head = given_head(given, options, "specformer", "a SpecFormer head for the target")
     return SpecFormerDrafter(head, options)

@@ -1,11 +1,4 @@
-"""DFlash and DSpark as draft models: one forward over a block of mask tokens drafts several tokens.
-
-DFlash: arXiv:2602.06036. DSpark, which adds a Markov bias and a confidence: arXiv:2607.05147.
-
-Slot t of a session holds keys and values of the target's hidden states at position t, one for each layer of the head. A
-block begins with the last written token, whose hidden states are not known yet; its other slots are masks. All of them
-attend to the session's slots and to each other, and are dropped after the forward.
-"""
+"""DSpark: DFlash with a bias that depends on the token before, and a confidence. arXiv:2607.05147."""
 
 from __future__ import annotations
 
@@ -15,23 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.core.logits import SparseLogits, best_tokens, host_array, select_rows
-from outpace.core.tree import PREFIX
-from outpace.models.base import Part, chain
+from outpace.core.logits import SparseLogits, best_tokens, host_array
+from outpace.models.base import Model, Part
 from outpace.models.heads.config import HeadConfig
-from outpace.models.heads.eagle3 import FeatureSession, HeadModel
 from outpace.models.heads.files import HeadFiles
-from outpace.models.heads.reader import CONFIDENCE, MARKOV, draft_ids
+from outpace.models.heads.head import Weights
+from outpace.models.heads.kinds.dflash import MARKOV, BlockDraft, BlockHead
+from outpace.models.heads.reader import draft_ids
 
-CHUNK = 256  # features whose keys and values one forward computes
 CANDIDATES = 64  # tokens of a row that can be drafted: the best before the Markov bias is added
-
-
-class BlockSession(FeatureSession):
-    """A session whose new slots attend to each other. `features`: those whose keys and values are not stored yet."""
-
-    def extend_bytes(self, parents: Sequence[int]) -> bytes:
-        return b"\1" * len(super().extend_bytes(parents))
+CONFIDENCE = "confidence_head.proj."  # prefix of tensors
 
 
 class Markov(NamedTuple):
@@ -92,19 +78,17 @@ class Markov(NamedTuple):
         return product
 
 
-class BlockDraft:
-    """The output of a forward over blocks, one for each request: logits of every drafted position."""
+class MarkovDraft(BlockDraft):
+    """Logits with the bias of the token before."""
 
-    def __init__(self, head: HeadConfig, markov: Markov, logits: SparseLogits, hidden: Any) -> None:
-        """`hidden` [requests * block, width]: the normed outputs of all slots; None if nothing reads them."""
-        self._head, self._markov, self._logits, self._hidden = head, markov, logits, hidden
+    def __init__(self, head: HeadConfig, logits: SparseLogits, hidden: Any, markov: Markov) -> None:
+        super().__init__(head, logits, hidden)
+        self._markov = markov
 
     def layer(self, request: int, depth: int, paths: Sequence[Sequence[int]]) -> SparseLogits:
-        """Return the logits below nodes of this depth [nodes, kept tokens]. `paths`: the tokens of each, from the last
-        written one down to the node."""
-        row = request * self._head.num_drafted + depth
         if self._head.markov is None:
-            return self._logits._replace(values=select_rows(self._logits.values, [row] * len(paths)))
+            return super().layer(request, depth, paths)
+        row = request * self._head.num_drafted + depth
         columns = np.sort(self._candidates[row])
         ids = columns if self._logits.ids is None else self._logits.ids[columns]
         vectors = np.stack([self._markov.vector(*self._slots(request, path)) for path in paths])
@@ -112,19 +96,15 @@ class BlockDraft:
         return SparseLogits(biased.astype(np.float32), ids, self._logits.vocab)
 
     def log_confidence(self, request: int, path: Sequence[int]) -> float | None:
-        """Return the logarithm of the estimated probability that the best token below a node is accepted, or None."""
-        if self._hidden is None:
-            return None
         hidden, tokens = self._slots(request, path)
         return self._markov.log_confidence(hidden[-1], tokens[-1])
 
     def _slots(self, request: int, path: Sequence[int]) -> tuple[np.ndarray, list[int]]:
         """Return the outputs of the block's slots up to the one that predicts the node's children, and the token before
-        each prediction. The first slot predicts nothing in most DFlash heads."""
+        each prediction."""
         tokens = [*path] if self._head.from_anchor else [path[0], *path]
         first = request * self._head.block
-        hidden = np.empty((len(tokens), 0)) if self._hidden is None else self._hidden[first : first + len(tokens)]
-        return hidden, tokens
+        return self._hidden[first : first + len(tokens)], tokens
 
     @cached_property
     def _candidates(self) -> np.ndarray:
@@ -135,44 +115,38 @@ class BlockDraft:
         return host_array(self._logits.values)
 
 
-class BlockModel(HeadModel):
-    """Adds blocks to a runtime whose model consists of the head's layers."""
+class MarkovHead(BlockHead):
+    """A DFlash head with a Markov bias, a confidence, or both."""
 
-    markov: Markov
+    from_anchor = True
 
-    def store_features(self, parts: Sequence[Part]) -> None:
-        """Store the keys and values of the parts' inputs, which are features, in every layer."""
-        raise NotImplementedError
+    def __init__(self, spec: HeadConfig, weights: Weights, layers: Model | None = None) -> None:
+        super().__init__(spec, weights, layers)
+        self.markov = Markov.from_files(weights.files, spec)
 
-    def read_features(self, sessions: Sequence[Any]) -> None:
-        """Store the keys and values of all queued features and commit them."""
-        while waiting := [session for session in sessions if len(session.features)]:
-            parts = []
-            for session in waiting:
-                rows, session.features = session.features[:CHUNK], session.features[CHUNK:]
-                parts.append(chain(session, [0] * len(rows))._replace(inputs=rows, keep=None))
-            self.store_features(parts)
-            for part in parts:
-                part.session.keep(range(len(part.tokens)))
+    @classmethod
+    def shapes(cls, head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
+        """Return also those of the Markov bias and of the confidence, which may read the embedding of the token
+        before."""
+        hidden, rank = head.layers.hidden_size, files.shape(f"{MARKOV}markov_w1.weight")[-1] if head.markov else 0
+        shapes = super().shapes(head, files)
+        if head.markov:
+            shapes[f"{MARKOV}markov_w1.weight"] = (head.layers.vocab_size, rank)
+            shapes[f"{MARKOV}markov_w2.weight"] = (head.num_rows, rank)
+        if head.markov == "gated":
+            shapes |= {f"{MARKOV}gate_proj.weight": (rank, hidden + rank), f"{MARKOV}gate_proj.bias": (rank,)}
+        if head.markov == "rnn":
+            sizes = 3 * rank, 2 * rank + hidden
+            shapes |= {f"{MARKOV}joint_proj.weight": sizes, f"{MARKOV}joint_proj.bias": sizes[:1]}
+        if f"{CONFIDENCE}weight" in files:
+            reads_token = files.shape(f"{CONFIDENCE}weight")[-1] != hidden
+            shapes |= {f"{CONFIDENCE}weight": (1, hidden + rank * reads_token), f"{CONFIDENCE}bias": (1,)}
+        return shapes
 
-    def draft(self, sessions: Sequence[Any], anchors: Sequence[int]) -> BlockDraft:
-        """Run one forward over a block for each session. `anchors`: the last written token of each."""
-        self.read_features(sessions)
-        head = self.head
-        masks, rows = [head.mask_token or 0] * (head.block - 1), range(head.block - head.num_drafted, head.block)
-        parts = [
-            Part(session, [anchor, *masks], range(PREFIX, head.block - 1), rows, hidden_rows=range(head.block))
-            for session, anchor in zip(sessions, anchors, strict=True)
-        ]
-        hidden = None
-        if self.markov.weights:
-            logits, outputs = self.score_sparse_hidden(parts, (self.num_layers,))
-            hidden = host_array(self.normed("norm", outputs[0]))
-        else:
-            logits = self.score_sparse([part._replace(hidden_rows=()) for part in parts])
-        for session in sessions:
-            session.keep(())
-        return BlockDraft(head, self.markov, logits, hidden)
+    def _score_blocks(self, parts: Sequence[Part]) -> BlockDraft:
+        if not self.markov.weights:
+            return super()._score_blocks(parts)
+        return MarkovDraft(self.spec, *self._score_blocks_hidden(parts), self.markov)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
