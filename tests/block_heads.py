@@ -44,8 +44,11 @@ CONFIG: dict[str, Any] = {
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
 DSPARK = {"architectures": ["DSparkDraftModel"], "markov_rank": RANK, "draft_vocab_size": ROWS}
+JETSPEC = CONFIG["dflash_config"] | {"causal_head": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dflash": {},
+    "jetspec": {"dflash_config": JETSPEC},
+    "jetspec, shifted": {"dflash_config": JETSPEC | {"draft_shift": True}},
     "llama layers": {"model_type": "llama"},
     "reduced vocabulary": {"draft_vocab_size": ROWS},
     "sliding": SLIDING,
@@ -197,7 +200,8 @@ class BlockReference:
     def logits(self, hidden: np.ndarray, anchor: int) -> np.ndarray:
         """Return the logits of all drafted places, without the Markov bias: [places, rows]."""
         outputs = self.outputs(hidden, anchor)
-        return (outputs if self.from_anchor else outputs[1:]) @ self._of("lm_head.weight").T
+        outputs = outputs[:-1] if self.config["dflash_config"].get("draft_shift") else outputs[not self.from_anchor :]
+        return outputs @ self._of("lm_head.weight").T
 
     def below(self, hidden: np.ndarray, path: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the logits below a path, which begins with the anchor, and the confidence."""
@@ -251,7 +255,8 @@ class BlockReference:
     def _mask(self, number: int, known: int, count: int) -> np.ndarray:
         query, key = known + np.arange(count)[:, None], np.arange(known + count)[None]
         slides = self.config.get("layer_types", ["full_attention"] * 9)[number] == "sliding_attention"
-        is_causal = self.config.get("is_causal", slides) or self.mistake == "the block is causal"
+        is_causal = self.config.get("is_causal", slides) or self.config["dflash_config"].get("causal_head", False)
+        is_causal = is_causal or self.mistake == "the block is causal"
         hidden = (key > query) & is_causal
         if slides:
             hidden |= query - key >= self.config["sliding_window"]

@@ -43,9 +43,9 @@ from outpace.models.base import Model, Part, apply_keep
 from outpace.models.heads.config import HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.head import Head
-from outpace.models.heads.kinds.dflash import BlockHead
-from outpace.models.heads.kinds.eagle3 import FeatureHead
-from outpace.models.heads.kinds.specformer import SlotHead
+from outpace.models.heads.kinds.block import BlockHead
+from outpace.models.heads.kinds.features import FeatureHead
+from outpace.models.heads.kinds.slots import SlotHead
 from outpace.models.heads.steering import Steering
 
 T = TypeVar("T")

@@ -22,11 +22,11 @@ from outpace.drafters._feature_drafter import HeadDrafter
 from outpace.models.heads import reader
 from outpace.models.heads.files import open_head
 from outpace.models.heads.head import Head, HeadSession
-from outpace.models.heads.kinds import dflash, eagle1
-from outpace.models.heads.kinds.dflash import BlockDraft
-from outpace.models.heads.kinds.eagle1 import JoinedHead
+from outpace.models.heads.kinds import block, features
+from outpace.models.heads.kinds.block import BlockDraft
+from outpace.models.heads.kinds.features import JoinedHead
 from outpace.models.heads.kinds.medusa import MedusaHead
-from outpace.models.heads.kinds.specformer import SlotHead
+from outpace.models.heads.kinds.slots import SlotHead
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -199,7 +199,7 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any, write: Any = exa
 
 
 def _of_reader(name: str, attribute: str, make: Any, find: Callable[[], str | None] = find_in_fields) -> Mutation:
-    owners = [one for one in (reader, dflash) if hasattr(one, attribute)]
+    owners = [one for one in (reader, block) if hasattr(one, attribute)]
     return Mutation(f"heads: {name}", owners, attribute, make, find)
 
 
@@ -214,7 +214,7 @@ HEAD_MUTATIONS = [
     _mutation("the head's state of a shared prefix is not copied", HeadDrafter, "copy_prefix", copy_nothing),
     _mutation("a node reads no output of its parent", HeadSession, "keep", forget_outputs),
     _mutation("features of EAGLE-1 are not normed", JoinedHead, "fuse", without_norm, exact_joined),
-    _mutation("fc reads embedding and feature in the wrong order", eagle1, "join_rows", swap_sides, exact_joined),
+    _mutation("fc reads embedding and feature in the wrong order", features, "join_rows", swap_sides, exact_joined),
     _mutation("SpecFormer reads older features", SlotHead, "fuse", shift_features, exact_states),
     _mutation("SpecFormer reads a part of another layer", SlotHead, "fuse", shift_columns, exact_states),
     _mutation("SpecFormer reads no embedding", JoinedHead, "embed", without_embedding, exact_slots),

@@ -20,7 +20,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.heads import native as native_heads
-from outpace.models.heads.kinds.dflash import BlockDraft
+from outpace.models.heads.kinds.block import BlockDraft
 from outpace.models.llama.native import runtime as native_runtime
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded

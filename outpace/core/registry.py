@@ -58,7 +58,6 @@ REMOVED_NAMES = {  # for one release: what to do instead
 _DEFINES = {
     "decoders": "decode",
     "drafters": "grow",
-    "heads": "fuse",
     "rules": "walk",
 }  # the method by which a file's class is found
 
@@ -125,9 +124,9 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the module of a drafter, or the class of a decoder or rule; raise UserError if there is none."""
+    """Return the module of a drafter or kind of head, or the class of a decoder or rule; UserError if there is none."""
     module = _module(kind, name)
-    return module if kind == "drafters" else _own_class(kind, module)
+    return module if kind in ("drafters", "heads") else _own_class(kind, module)
 
 
 def _own_class(kind: str, module: ModuleType) -> Any:

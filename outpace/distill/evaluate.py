@@ -207,7 +207,7 @@ def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
     if isinstance(session, HeadSession):
         read = context + rows * CHAIN * TIMED
         session.add_features(model.fuse(torch.ones(len(model.spec.taps), read, model.spec.target_width)))
-    model.score([chain(session, [1] * context)])
+    model.score_sparse([chain(session, [1] * context)])
     keep = list(range(context))
 
     def timed() -> float:

@@ -12,6 +12,7 @@ position instead, on the last hidden state. Nothing is drafted if hidden states 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.logits import SparseLogits
@@ -20,7 +21,6 @@ from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
-from outpace.models.heads.head import Head
 
 Options = HeadOptions
 
@@ -36,7 +36,7 @@ class BlockDrafter(HeadDrafter):
         cost="a forward of the head over a block for all levels of the tree together",
     )
 
-    def __init__(self, head: Head, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         expander = BlockExpander(head, head.spec.block, options.tree_nodes)
         super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 
@@ -75,7 +75,8 @@ class BlockDrafter(HeadDrafter):
         def log_confidence(job: ExpansionJob, node: int) -> float | None:
             return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
 
-        self._children.add_levels(jobs, self._head.spec.num_drafted, logits_of, log_confidence)
+        add = self._children.add_best_first if self._head.is_best_first else self._children.add_levels
+        add(jobs, self._head.spec.num_drafted, logits_of, log_confidence)
 
 
 def _path(tree: TokenTree, node: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
@@ -20,7 +21,6 @@ from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.head import Head
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EagleDrafter(FeatureDrafter):
         cost="a forward of one layer and the head's output layer for each level of the tree",
     )
 
-    def __init__(self, head: Head, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
         super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
 

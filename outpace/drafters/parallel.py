@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
@@ -72,7 +73,7 @@ class ParallelHeadDrafter(FeatureDrafter):
         (DraftSource("parallel", runs_model=True, reads=0, by_length=True),), Needs(prompt=True)
     )
 
-    def __init__(self, head: Head, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         self._block = options.block
         expander = FeatureMaskExpander(head, head.spec.mask_token or 0, options.block, options.tree_nodes)
         super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))

@@ -10,13 +10,13 @@ probabilities. Nothing is drafted if hidden states of the text are missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
 from outpace.drafters._model_drafter import ChildAdder, HeadOptions
 from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.head import Head
 
 Options = HeadOptions
 
@@ -30,7 +30,7 @@ class SpecFormerDrafter(FeatureDrafter):
         cost="a forward of the head's two layers and its output layer for all levels of the tree together",
     )
 
-    def __init__(self, head: Head, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         self._slots = head.spec.block
         children = ChildAdder(options.width, options.tree_nodes, options.draws)
         super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), children)

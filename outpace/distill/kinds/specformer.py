@@ -24,7 +24,7 @@ from outpace.distill.student import EMBEDDING, NORM, attention, causal_mask, rop
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import SPECFORMER, HeadConfig
 from outpace.models.heads.files import HeadFiles
-from outpace.models.heads.kinds.specformer import CONTEXT, LAYER, slot_shapes
+from outpace.models.heads.kinds.slots import CONTEXT, LAYER, slot_shapes
 from outpace.models.heads.reader import LAYER_IDS
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 

@@ -22,15 +22,11 @@ EAGLE1, MEDUSA, SPECFORMER = "EAGLE-1", "Medusa", "SpecFormer"
 MIMO_MTP, QWEN_MTP = "MTP of MiMo", "MTP of Qwen3.5"
 MTP_LAYERS = (MIMO_MTP, QWEN_MTP)  # kinds in the files of their targets
 FILES = {  # the file in `kinds` that has the class of a kind; that of any other kind has its name
-    EAGLE3: "eagle3",
-    P_EAGLE: "peagle",
-    DFLASH: "dflash",
-    DSPARK: "dspark",
-    EAGLE1: "eagle1",
-    MIMO_MTP: "mtp",
-    QWEN_MTP: "mtp",
+    **dict.fromkeys((EAGLE3, P_EAGLE), "features"),
+    **dict.fromkeys((DFLASH, DSPARK), "block"),
+    **dict.fromkeys((EAGLE1, *MTP_LAYERS), "features"),
     MEDUSA: "medusa",
-    SPECFORMER: "specformer",
+    SPECFORMER: "slots",
 }
 SPECULATORS = {  # speculators_model_type: the kind
     "eagle3": EAGLE3,
@@ -143,7 +139,8 @@ def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | N
 
 def head_class(kind: str) -> Any:
     """Return the class that runs a kind of head."""
-    return registry.find("heads", FILES.get(kind, kind))
+    module = registry.find("heads", FILES.get(kind, kind))
+    return next(one for one in vars(module).values() if kind in getattr(one, "kinds", ()))
 
 
 def _listed_kind(config: Mapping[str, Any], names: Collection[str]) -> str | None:

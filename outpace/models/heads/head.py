@@ -117,10 +117,14 @@ class HeadSession:
         self.stored.start_from(other.stored, length)
 
 
-class Head(Model):
-    """Base class of the kinds. `layers`: a runtime's model. `fc`: joins hidden states, or a state and an embedding, to
-    a feature. `vectors`: weights of norms, and P-EAGLE's mask, by name."""
+class Head:
+    """Base class of the kinds; in everything else it is like its `layers`, a runtime's model.
 
+    `fc` joins hidden states, or a state and an embedding, to a feature. `vectors`: weights of norms, and P-EAGLE's
+    mask, by name.
+    """
+
+    kinds: tuple[str, ...]  # the kinds that it runs
     drafter: str  # the drafter that runs it
     own_fields: tuple[str, ...] = ()  # fields of config.json that no other kind has
     tap_fields: Mapping[str, int] = EAGLE_TAPS  # that name layers, and what is added to count the layers completed
@@ -140,14 +144,9 @@ class Head(Model):
         if "fc.weight" in files:
             norm = "input_norm.weight" if spec.norm_before_fc else ""
             self.fc = weights.product("fc", norm, spec.layers.rms_norm_eps)
-        one = self.layers
-        self.device, self.dtype, self.max_positions, self.num_layers = (
-            one.device,
-            one.dtype,
-            one.max_positions,
-            one.num_layers,
-        )
-        self.notice, self.capabilities = one.notice, one.capabilities
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layers, name)
 
     @classmethod
     def read(
@@ -204,47 +203,10 @@ class Head(Model):
     def vocab_size(self, size: int) -> None:
         self.layers.vocab_size = size
 
-    @property
-    def precision(self) -> str:
-        name: str = self.layers.precision
-        return name
-
-    @property
-    def token_bytes(self) -> int:
-        count: int = self.layers.token_bytes
-        return count
-
-    @property
-    def weight_bytes(self) -> int | None:
-        count: int | None = self.layers.weight_bytes
-        return count
-
-    @property
-    def num_captures(self) -> int:
-        count: int = self.layers.num_captures
-        return count
-
     def open(self, capacity: int, max_pending: int) -> HeadSession:
         session = HeadSession(self.layers.open(capacity, max_pending))
         session.stored.is_block = self.is_block
         return session
-
-    def session_bytes(self, slots: int) -> int:
-        count: int = self.layers.session_bytes(slots)
-        return count
-
-    def stored_bytes(self, slots: Sequence[int]) -> int:
-        count: int = self.layers.stored_bytes(slots)
-        return count
-
-    def reserve_sessions(self, count: int, max_bytes: int) -> None:
-        self.layers.reserve_sessions(count, max_bytes)
-
-    def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
-        self.layers.capture_passes(sizes, layers)
-
-    def limit_window(self, tokens: int) -> None:
-        self.layers.limit_window(tokens)
 
 
 def _is_vector(name: str) -> bool:

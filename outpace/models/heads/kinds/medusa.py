@@ -16,10 +16,10 @@ from outpace.core.arrays import join_rows, torch
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.models.base import Model, Session
-from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.config import MEDUSA, HeadConfig
 from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.head import Head, HeadSession, Weights, stack_rows
-from outpace.models.heads.kinds.dflash import BlockDraft
+from outpace.models.heads.kinds.block import BlockDraft
 from outpace.models.heads.reader import MAX_DRAFTED, check_count
 from outpace.models.llama.config.fields import ReadFields, number, size
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -69,6 +69,7 @@ class MedusaSession(HeadSession):
 class MedusaHead(Head):
     """Medusa's heads."""
 
+    kinds: tuple[str, ...] = (MEDUSA,)
     drafter = "block"
     shares_config = True
     is_best_first = False

@@ -20,10 +20,10 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import PREFIX
 from outpace.models.base import Model, Part, apply_keep
-from outpace.models.heads.config import HeadConfig
+from outpace.models.heads.config import SPECFORMER, HeadConfig
 from outpace.models.heads.files import HeadFiles, HeadTensor
 from outpace.models.heads.head import Weights, rms_norm
-from outpace.models.heads.kinds.eagle1 import JoinedHead
+from outpace.models.heads.kinds.features import JoinedHead
 from outpace.models.heads.reader import BLOCK_TAPS, MAX_DRAFTED, base_shapes, layer_shapes
 from outpace.models.llama.config.fields import ReadFields, size
 
@@ -35,6 +35,7 @@ NO_MLP = 32  # width of the first layer's MLP, whose weights are zero since the 
 class SlotHead(JoinedHead):
     """The layer that attends to the text is `layers`; `slots` attend to each other."""
 
+    kinds: tuple[str, ...] = (SPECFORMER,)
     drafter = "specformer"
     tap_fields = BLOCK_TAPS
     reads_last = False

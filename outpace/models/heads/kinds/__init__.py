@@ -1,1 +1,0 @@
-"""Kinds of trained heads, one per file: a subclass of `heads.head.Head`."""
