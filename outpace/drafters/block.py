@@ -1,6 +1,6 @@
-"""A DFlash, DSpark or Medusa head drafts a block of tokens in one forward, from the target's hidden states.
+"""A DFlash, DSpark, JetSpec or Medusa head drafts a block of tokens in one forward, from the target's hidden states.
 
-DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; Medusa, arXiv:2401.10774.
+DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; JetSpec, arXiv:2606.18394; Medusa, arXiv:2401.10774.
 
 A block consists of the last written token and mask tokens. They attend to each other and to keys and values computed
 from the target's hidden states; the block's own keys and values are dropped after the forward. A DFlash head predicts
