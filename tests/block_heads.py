@@ -255,7 +255,9 @@ class BlockReference:
     def _mask(self, number: int, known: int, count: int) -> np.ndarray:
         query, key = known + np.arange(count)[:, None], np.arange(known + count)[None]
         slides = self.config.get("layer_types", ["full_attention"] * 9)[number] == "sliding_attention"
-        is_causal = self.config.get("is_causal", slides) or self.config["dflash_config"].get("causal_head", False)
+        is_causal = self.config.get("is_causal", slides) or self.config.get("dflash_config", {}).get(
+            "causal_head", False
+        )
         is_causal = is_causal or self.mistake == "the block is causal"
         hidden = (key > query) & is_causal
         if slides:

@@ -10,7 +10,7 @@ import numpy as np
 from block_heads import BlockReference
 from heads import CONFIG as EAGLE_CONFIG
 from heads import DEPTH, VOCAB, WIDTH, RandomWeights, silent_target, write_folder
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 SLOTS, TAPS, ROWS = 4, (0, 4, 7, 8), 128
 CONFIG: dict[str, Any] = {
@@ -101,6 +101,14 @@ class SlotReference(BlockReference):
         weights /= weights.sum(-1, keepdims=True)
         value = np.repeat(value.reshape(len(x), -1, DEPTH), group, axis=1)
         return self._of(f"{name}o_proj.weight") @ np.einsum("hk,khd->hd", weights, value).reshape(-1)
+
+
+def reference_of(target: Path, variant: str, mistake: str = "") -> SlotReference:
+    """Return the reference of a head of random weights for the target in a folder."""
+    config, stored = CONFIG | VARIANTS[variant], load_file(target / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    ends = {"embedding": table, "output": table, "norm.weight": stored["model.norm.weight"]}
+    return SlotReference(config, slot_tensors(config), ends, mistake)
 
 
 MISTAKES = (

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from block_heads import BLOCK, VARIANTS, bigram_pair, write_block
-from files import model_folder
-from heads import LAYERS, P_EAGLE, exact_pair, write_head
-from joined_heads import exact_joined, write_eagle1, write_mimo
+from heads import P_EAGLE, exact_pair, write_head
+from joined_heads import exact_joined, write_eagle1
 from medusa_heads import HEADS, exact_medusa
 from slot_heads import SLOTS, exact_slots, write_slots
 
@@ -70,27 +69,6 @@ def watch(llm: LLM) -> tuple[list[TokenSequence], list[TokenSequence]]:
 
     llm.engine.create, llm.engine.memory.release = created, released  # type: ignore[method-assign]
     return runs, pauses
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    path = model_folder(tmp_path_factory.mktemp("captured"), "target", num_hidden_layers=LAYERS)
-    return load_model(path, dtype="float32", graphs="eager")
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", [*RANDOM, "mtp"])
-def test_the_text_is_that_of_plain_decoding(kind: str, temperature: float, target: Loaded, tmp_path: Path) -> None:
-    if kind == "mtp":
-        target = load_model(write_mimo(tmp_path), dtype="float32", graphs="eager")
-    head = load_draft("mtp" if kind == "mtp" else RANDOM[kind](tmp_path / "head"), target)
-    asked = {"max_tokens": 30, "temperature": temperature, "seed": 5, "ignore_eos": True}
-    with LLM(target, head, method="speculative", profile=False) as llm:
-        plain = [one.tokens for one in llm.generate([*WORDS], plain=True, **asked)]
-        drafted = llm.generate([*WORDS], **asked)
-    assert [one.tokens for one in drafted] == plain
-    assert sum(one.figures.drafted for one in drafted) > 0
-    assert head.model.num_captures > 0
 
 
 def test_paused_requests_keep_their_drafts(pair: tuple[Loaded, Loaded, int]) -> None:

@@ -20,7 +20,6 @@ import transformers
 from files import model_folder
 from heads import (
     LAYERS,
-    MISTAKES,
     PARENTS,
     ROWS,
     VARIANTS,
@@ -38,7 +37,6 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.heads import files as head_files
-from outpace.models.heads import native as native_heads
 from outpace.models.heads.config import head_kind
 from outpace.models.heads.files import target_of_head
 from outpace.models.llama.native import runtime as native_runtime
@@ -125,51 +123,6 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
     same = np.isneginf(found) & np.isneginf(wanted)
     with np.errstate(invalid="ignore"):
         return float(np.where(same, 0.0, np.abs(found - wanted)).max())
-
-
-@pytest.mark.parametrize("layout", heads.LAYOUTS)
-def test_every_layout_gives_the_same_scores(layout: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
-    one = tree_logits(load(targets, write_head(tmp_path / "one")), [0])[0]
-    other = tree_logits(load(targets, write_head(tmp_path / "other", layout)), [0])[0]
-    assert np.array_equal(one, other)
-
-
-@pytest.mark.parametrize("runtime", ["llama", "captured"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_forward_is_that_of_the_formulas(
-    variant: str, runtime: str, targets: dict[str, Loaded], tmp_path: Path
-) -> None:
-    changes = VARIANTS[variant]
-    model = load(targets, write_head(tmp_path / "head", **changes), runtime)
-    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
-    for seed, found in enumerate(tree_logits(model, [0, 1, 2])):
-        assert distance(found, expected(reference, seed)) < 1e-4
-    assert (model.num_captures > 0) == (runtime == "captured")
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_forward_is_far_away(mistake: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
-    found = tree_logits(load(targets, write_head(tmp_path / "head")), [0])[0]
-    assert distance(found, expected(Reference(head_config(), head_tensors(head_config()), mistake), 0)) > 0.1
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
-    variant: str, targets: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = VARIANTS[variant]
-    path = write_head(tmp_path / "head", **changes)
-    found = tree_logits(load(targets, path, "native"), [0, 1])
-    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
-    spread = np.std([row[np.isfinite(row)] for row in expected(reference, 0)])
-    for seed, logits in enumerate(found):
-        assert distance(logits, expected(reference, seed)) < 0.25 * spread
-    from outpace_kernels import emulation
-
-    monkeypatch.setattr(native_heads, "kernels", emulation)
-    monkeypatch.setattr(native_runtime, "kernels", emulation)
-    emulated = tree_logits(load(targets, path, "native"), [0, 1])
-    assert all(np.array_equal(one, other) for one, other in zip(found, emulated, strict=True))
 
 
 @pytest.mark.parametrize("runtime", [*RUNTIMES, "captured"])
