@@ -143,10 +143,10 @@ def swap_sides(join_rows: Original) -> Original:
 
 def keep_first_feature(read: Original) -> Original:
     def mutated(self: Any, sessions: Sequence[Any]) -> None:
-        before = [session.last for session in sessions]
+        before = [session.outputs for session in sessions]
         read(self, sessions)
         for session, last in zip(sessions, before, strict=True):
-            session.last = session.last if last is None else last
+            session.outputs = last
 
     return mutated
 

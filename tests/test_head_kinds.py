@@ -292,9 +292,12 @@ def test_the_text_is_that_of_plain_decoding(
     assert (head.model.num_captures > 0) == (runtime == "captured")
 
 
-EXACT = {  # what writes a target and a head, which is the last in the name; the number of drafts in a round
+EXACT: dict[str, tuple[Callable[[Path], Any], str, int]] = {
+    # what writes a target and a head, the target's name, and the number of drafts in a round
+    "good": (heads.exact_pair, "exact", 3),
     "joined": (joined_heads.exact_joined, "exact", 3),
     "mtp": (joined_heads.exact_joined, "mtp", 3),
+    "good block": (block_heads.bigram_pair, "bigram", block_heads.BLOCK),
     "medusa": (medusa_heads.exact_medusa, "chained", medusa_heads.HEADS),
     "slots": (slot_heads.exact_slots, "cycled", slot_heads.SLOTS),
     "states": (slot_heads.exact_slots, "cycled", slot_heads.SLOTS),
@@ -306,8 +309,9 @@ def exact(folder: Path, name: str, **options: Any) -> tuple[Loaded, Loaded, dict
     write, target_name, length = EXACT[name]
     write(folder)
     target = load_model(folder / target_name, **({"dtype": "float32"} | options))
-    shape = {"width": 1} | ({} if name == "medusa" else {"draft_length": length})
-    return target, load_draft("auto" if name == "mtp" else folder / name, target), shape
+    head = load_draft("auto" if name == "mtp" else folder / name.split()[0], target)
+    shape = {} if head.drafter == "block" else {"draft_length": length}
+    return target, head, {"method": "speculative", "profile": False, "width": 1, **shape}
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": "eager"}, {"dtype": "bfloat16"}, {"dtype": "int8"}], ids=str)
@@ -317,7 +321,7 @@ def test_a_head_that_is_right_by_construction_is_accepted(name: str, options: di
     target, head, shape = exact(tmp_path, name, **options)
     prompt = target.tokenizer.encode(PROMPTS[1] * 6)
     sampled = {"n": 2, "temperature": 0.5, "seed": 1}
-    with LLM(target, head, method="speculative", profile=False, **shape) as llm:
+    with LLM(target, head, **shape) as llm:
         for asked, more in ((prompt, {}), ([*prompt, *prompt[:7]], {}), (prompt, sampled)):
             plain = llm.generate([asked], plain=True, max_tokens=40, ignore_eos=True, **more)
             drafted = llm.generate([asked], max_tokens=40, ignore_eos=True, **more)
@@ -474,21 +478,22 @@ def test_methods_and_drafters_that_cannot_run_a_head_are_refused(targets: Any, t
     assert drafted == plain
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_paused_requests_keep_the_heads_state(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"graphs": "eager"}, {"dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_paused_requests_keep_their_drafts(name: str, options: dict[str, str], tmp_path: Path) -> None:
     """Memory for the beginning of three answers, but not for all as a whole: one is paused and read again."""
-    (target, _, shape), pauses = exact(tmp_path, "states", dtype=dtype), list[Any]()
-    prompts = [target.tokenizer.encode(one) for one in ("one two ", "three four ", "five six ")]
-    options: dict[str, Any] = {"method": "speculative", "profile": False, "reuse": False, **shape}
-    with LLM(target, load_draft(tmp_path / "states", target), **options) as llm:
-        whole = llm.generate(prompts, max_tokens=200, ignore_eos=True)
-        slots = [256, 160]
-        memory = llm.engine.drafting.drafters["specformer"].capabilities.memory
-        needed = target.model.stored_bytes(slots) + memory(slots)
-    with LLM(target, load_draft(tmp_path / "states", target), kv_memory=needed / 2**30, **options) as llm:
+    target, head, shape = exact(tmp_path, name, **options)
+    prompts, pauses = [target.tokenizer.encode(one) for one in ("one two ", "three four ", "five six ")], list[Any]()
+    asked = {"max_tokens": 200, "ignore_eos": True}
+    with LLM(target, head, reuse=False, **shape) as llm:
+        plain = [one.tokens for one in llm.generate(prompts, plain=True, **asked)]
+        memory = llm.engine.drafting.drafters[head.drafter].capabilities.memory
+        rooms = [[128, 128], [256]] if "graphs" in options else [[256, 160]]  # rows of a pool are powers of two
+        needed = max(target.model.stored_bytes(slots) + memory(slots) for slots in rooms)
+    with LLM(target, head, reuse=False, kv_memory=needed / 2**30, **shape) as llm:
         release = llm.engine.memory.release
         llm.engine.memory.release = lambda one: (pauses.append(one.finish_reason), release(one))  # type: ignore[method-assign, assignment]
-        found = llm.generate(prompts, max_tokens=200, ignore_eos=True)
-    assert [one.tokens for one in found] == [one.tokens for one in whole]
+        found = llm.generate(prompts, **asked)
     assert None in pauses, "no request was paused"
-    assert min(one.figures.mean_accepted_length for one in found) > 0.8 * (slot_heads.SLOTS + 1)
+    assert [one.tokens for one in found] == plain
+    assert min(one.figures.mean_accepted_length for one in found) > 0.8 * (EXACT[name][2] + 1)

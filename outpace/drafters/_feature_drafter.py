@@ -11,7 +11,7 @@ from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions, OfferState
+from outpace.drafters._model_drafter import ChildAdder, ChildOptions, HeadOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, ExpansionState, TreeExpander
 from outpace.models.base import Model, chain
 from outpace.models.heads.head import Head
@@ -143,13 +143,13 @@ class HeadDrafter(Drafter):
 
     first_position = 0  # of a session
 
-    def __init__(self, head: Head, expander: TreeExpander, children: ChildAdder) -> None:
+    def __init__(self, head: Any, expander: TreeExpander, options: ChildOptions) -> None:
         """The drafter needs the hidden states of the layers that the head reads, and reads no text itself."""
         self._head: Any = head
         self._expander: Any = expander
-        self._children = children
+        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
         needs = Needs(layers=head.spec.taps, prompt=True)
-        found = expander.capabilities(self.capabilities, children.pick_models, needs=needs)
+        found = expander.capabilities(self.capabilities, self._children.pick_models, needs=needs)
         self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
 
     def open(self, request: Request) -> HeadState:
@@ -186,6 +186,13 @@ class FeatureDrafter(HeadDrafter):
     """Keeps a session one token behind the target's: of an EAGLE, P-EAGLE or SpecFormer head, or an MTP layer."""
 
     first_position = 1  # no slot for the first token
+    _block = 0  # rows of logits that a forward gives for each job; 0: one for each node
+
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        if self._block:
+            self._children.add_block(jobs, self._expander.score(jobs), self._block)
+        else:
+            self._children.add(jobs, self._expander.score(jobs))
 
     def observe(self, state: HeadState, seen: Observation) -> None:
         if seen.tokens:

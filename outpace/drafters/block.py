@@ -19,7 +19,7 @@ from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions
+from outpace.drafters._model_drafter import HeadOptions
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
 
 Options = HeadOptions
@@ -37,8 +37,7 @@ class BlockDrafter(HeadDrafter):
     )
 
     def __init__(self, head: Any, options: Options) -> None:
-        expander = BlockExpander(head, head.spec.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
+        super().__init__(head, BlockExpander(head, head.spec.block, options.tree_nodes), options)
 
     def observe(self, state: HeadState, seen: Observation) -> None:
         if seen.tokens:

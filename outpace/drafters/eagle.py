@@ -11,7 +11,6 @@ missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,7 @@ from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions
-from outpace.drafters._tree_expander import ExpansionJob
+from outpace.drafters._model_drafter import HeadOptions
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,7 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, head: Any, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        self._children.add(jobs, self._expander.score(jobs))
+        super().__init__(head, expander, options)
 
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:

@@ -76,10 +76,7 @@ class ParallelHeadDrafter(FeatureDrafter):
     def __init__(self, head: Any, options: Options) -> None:
         self._block = options.block
         expander = FeatureMaskExpander(head, head.spec.mask_token or 0, options.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        self._children.add_block(jobs, self._expander.score(jobs), self._block)
+        super().__init__(head, expander, options)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:

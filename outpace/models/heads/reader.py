@@ -70,7 +70,9 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     files.check_shapes(cls.shapes(head, files))
     draft_ids(files, head)
     _check_target(config, target, head)
-    unknown = check_unread(config, files.tensors.keys(), target.keys() if cls.shares_config or kind in MTP_LAYERS else ())
+    unknown = check_unread(
+        config, files.tensors.keys(), target.keys() if cls.shares_config or kind in MTP_LAYERS else ()
+    )
     named = (f"unknown fields of the head were ignored: {', '.join(unknown)}",) if unknown else ()
     return replace(head, notices=files.notices + head.notices + named)
 

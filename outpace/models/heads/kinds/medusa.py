@@ -59,15 +59,11 @@ class NoLayers(Model):
         """Do nothing: the heads read one position."""
 
 
-class MedusaSession(HeadSession):
-    """A session with `last`, the feature of the last position that it has read, [1, width]: zeros if there is none, so
-    that the first token's draft is a guess."""
-
-    last: Any
-
-
 class MedusaHead(Head):
-    """Medusa's heads."""
+    """Medusa's heads. A session's `outputs` hold the feature of the last position that it has read, [1, width].
+
+    They are zeros if there is none, so that the first token's draft is a guess.
+    """
 
     kinds: tuple[str, ...] = (MEDUSA,)
     drafter = "block"
@@ -121,9 +117,9 @@ class MedusaHead(Head):
                 shapes |= {f"{name}weight": (hidden, hidden), f"{name}bias": (hidden,)}
         return shapes
 
-    def open(self, capacity: int, max_pending: int) -> MedusaSession:
-        session = MedusaSession(self.layers.open(capacity, max_pending))
-        session.last = 0 * self.vectors["target_norm.weight"][None]
+    def open(self, capacity: int, max_pending: int) -> HeadSession:
+        session = super().open(capacity, max_pending)
+        session.outputs = [0 * self.vectors["target_norm.weight"][None]]
         return session
 
     def fuse(self, hidden: Any) -> Any:
@@ -132,12 +128,12 @@ class MedusaHead(Head):
     def read_features(self, sessions: Sequence[Any]) -> None:
         for session in sessions:
             if count := len(session.features):
-                session.last, session.features = session.features[-1:], ()
+                session.outputs, session.features = [session.features[-1:]], ()
                 session.stored.length += count
 
     def draft(self, sessions: Sequence[Any], anchors: Sequence[int]) -> BlockDraft:
         self.read_features(sessions)
-        values = self.logits(join_rows([session.last for session in sessions]))
+        values = self.logits(join_rows([session.outputs[0] for session in sessions]))
         logits = SparseLogits(values.reshape(len(sessions) * self.spec.block, -1), None, self.vocab_size)
         return BlockDraft(self.spec, logits)
 
