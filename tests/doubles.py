@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -136,7 +137,7 @@ class ToyBlockLayers(QuickToy):
 class NoWeights:
     """What a toy's head loads: nothing."""
 
-    files = cast(HeadFiles, SimpleNamespace(tensors=()))
+    files = HeadFiles(Path("toy"), {}, {})
     target = None
 
     def storing(self, layers: Any) -> Any:
