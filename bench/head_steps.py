@@ -1,12 +1,14 @@
 """Times draft steps of heads with random weights in the shapes of public ones, by the native kernels.
 
     python bench/head_steps.py [--kinds eagle peagle dflash dspark] [--shapes Qwen3-4B ...] [--dtype int4]
+    python bench/head_steps.py --mtp target.gguf
 
 Prints a line of JSON per kind and shape: gigabytes of weights that a step reads, the milliseconds in which memory
 delivers these (floor), and the median milliseconds of a step after 512 tokens. A step of EAGLE-3 expands a number of
 nodes (--nodes). A step of another kind drafts a whole block, after the head has read the hidden states of four new
 tokens: P-EAGLE 8 tokens by 4 layers, DFlash 15 and DSpark 7 by 5 layers. EAGLE-3 and P-EAGLE have an output layer of
-32,000 rows; DFlash and DSpark use the target's, here in int8. Random weights cost as much as trained ones.
+32,000 rows; DFlash and DSpark use the target's, here in int8. Random weights cost as much as trained ones. --mtp times
+the layers for multi-token prediction in files of Qwen3.5, with the target's output layer.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from outpace.models.heads.files import HeadFiles, HeadTensor
 from outpace.models.heads.native import NativeWeights
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import NativeOptions
+from outpace.models.load import load_draft, load_model
 
 ROWS, RANK = 32000, 256  # of EAGLE's output layer; rank of DSpark's bias
 CONTEXT, NEW, STEPS = 512, 4, 15  # tokens before a step; new tokens in it; steps timed
@@ -161,7 +164,7 @@ def eagle_steps(model: Any, widths: list[int]) -> dict[str, float]:
     model.score_sparse([chain(session, text[: CONTEXT - 1])])
     session.keep(range(CONTEXT - 1))
     model.score_sparse([Part(session, text[-1:], (PREFIX,), (0,))])
-    if head.kind == EAGLE3:
+    if head.kind != P_EAGLE:
         return {
             str(nodes): median_milliseconds(
                 lambda nodes=nodes: model.score_sparse([Part(session, text[:nodes], (0,) * nodes, range(nodes))]),  # type: ignore[misc]
@@ -205,17 +208,26 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
     parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
+    parser.add_argument("--mtp", nargs="+", default=[], metavar="TARGET", help="files of targets; no other kinds then")
     args = parser.parse_args()
-    for name in args.shapes:
+    for file in args.mtp:
+        target = load_model(file)
+        report(file, "mtp", target.precision, load_draft("mtp", target).model, args.nodes)
+    for name in args.shapes if not args.mtp else ():
         for kind in args.kinds:
             head, files = random_head(kind, SHAPES[name])
             options: Any = NativeOptions(num_cores(), "float16", weights=args.dtype)
             model = head_class(head.kind)(head, NativeWeights(files, None, options))
-            found = block_steps(model) if head.block else eagle_steps(model, args.nodes)
-            size = model.weight_bytes
-            row = {"head": name, "kind": kind, "dtype": args.dtype, "gigabytes": round(size / 1e9, 2)}
-            row["floor"] = round(size / memory_bandwidth() * 1000, 1)
-            print(json.dumps(row | {"milliseconds": found}), flush=True)
+            report(name, kind, args.dtype, model, args.nodes)
+
+
+def report(name: str, kind: str, dtype: str, model: Any, widths: list[int]) -> None:
+    """Time the steps of a head and print them."""
+    found = block_steps(model) if model.spec.block else eagle_steps(model, widths)
+    size = model.weight_bytes
+    row = {"head": name, "kind": kind, "dtype": dtype, "gigabytes": round(size / 1e9, 2)}
+    row["floor"] = round(size / memory_bandwidth() * 1000, 1)
+    print(json.dumps(row | {"milliseconds": found}), flush=True)
 
 
 if __name__ == "__main__":

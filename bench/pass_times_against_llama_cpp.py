@@ -1,14 +1,16 @@
 """Time a target pass by rows in the native runtime and in llama.cpp, with the same model and threads, interleaved.
 
 Run: python bench/pass_times_against_llama_cpp.py [--threads 2] [--rows 1 2 4 8 16] [--rounds 40] [--context 200] ...
-A pass reads new tokens after the context with logits for all of them; their keys and values are dropped again. Medians
-and minima are shown, ratios are of medians. The lower bound (floor) is the bytes of weights, keys and values over the
-bandwidth measured in the run. The last line is JSON.
+A pass reads new tokens after the context with logits for all of them; their keys and values are dropped again, or the
+states of recurrent layers restored. Medians and minima are shown, ratios are of medians. The lower bound (floor) is the
+bytes of weights, keys, values and states over the bandwidth measured in the run. --prompt also times a prompt of this
+many tokens. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -20,13 +22,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import llama_cpp
 import numpy as np
 from pass_times import PIECE, session_of
 from rich.console import Console
 from rich.table import Table
 
 from outpace.bench.peer import PeerSettings
-from outpace.bench.peers.llama_cpp import open_llama
+from outpace.bench.peers.llama_cpp import BATCH, open_llama
 from outpace.core.arrays import num_cores
 from outpace.core.errors import UserError
 from outpace.core.machine import memory_bandwidth
@@ -62,16 +65,31 @@ class Ours:
         """Drop the keys and values of the last pass."""
         self._session.truncate(self._session.length)
 
+    def restore(self) -> None:
+        """Do nothing: a prompt has a session of its own."""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read a prompt, in the chunks that the engine gives."""
+        session, keep = self.model.open(len(tokens), BATCH), range(0)
+        for start in range(0, len(tokens), step := min(self.model.chunk or PIECE, BATCH)):
+            part = tokens[start : start + step]
+            is_last = start + step >= len(tokens)
+            self.model.score([chain(session, part, [len(part) - 1] if is_last else [], keep)])
+            keep = range(len(part))
+
 
 class Theirs:
     """llama.cpp through its C interface, with a committed context."""
 
     def __init__(self, args: argparse.Namespace, context: Sequence[int]) -> None:
         file = gguf_file(args.model, args.kind)
-        settings = PeerSettings(None, None, frozenset(), args.threads, len(context) + max(args.rows))
+        settings = PeerSettings(None, None, frozenset(), args.threads, len(context) + args.prompt + max(args.rows))
         self._llama = open_llama(THEIRS, file, settings, flash=args.flash)
-        self._llama.eval(context)
-        self._length = len(context)
+        self._context, self._length = list(context), len(context)
+        self._begin(self._context)
+        context_of = self._llama._ctx.ctx
+        self._state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context_of, 0))()
+        llama_cpp.llama_state_seq_get_data(context_of, self._state, len(self._state), 0)
 
     def score(self, tokens: Sequence[int]) -> Scores:
         """Run one pass. The result is llama.cpp's own memory, valid until the next pass."""
@@ -83,8 +101,26 @@ class Theirs:
         return scores
 
     def forget(self) -> None:
-        """Drop the keys and values of the last pass."""
-        self._llama._ctx.kv_cache_seq_rm(-1, self._length, -1)
+        """Drop the keys and values of the last pass, or restore the states of recurrent layers."""
+        if not self._llama._ctx.kv_cache_seq_rm(-1, self._length, -1):
+            llama_cpp.llama_state_seq_set_data(self._llama._ctx.ctx, self._state, len(self._state), 0)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read a prompt; call `restore` afterwards."""
+        self._begin(tokens)
+
+    def restore(self) -> None:
+        """Go back to the context."""
+        self._begin(self._context)
+
+    def _begin(self, tokens: Sequence[int]) -> None:
+        """Begin a text with these tokens."""
+        llama = self._llama
+        llama._ctx.kv_cache_clear()
+        for start in range(0, len(tokens), BATCH):
+            llama._batch.set_batch(batch=tokens[start : start + BATCH], n_past=start, logits_all=False)
+            llama._ctx.decode(llama._batch)
+        llama._ctx.get_logits()  # waits
 
 
 SETTLE = 0.05  # seconds in which the spinning threads of the other engine go to sleep
@@ -114,6 +150,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--prompt", type=int, default=0, help="time a prompt of this many tokens too")
     parser.add_argument(
         "--kv-dtype",
         default=NATIVE_KV,
@@ -140,6 +177,7 @@ def main() -> None:
     for engine in engines.values():
         engine.forget()
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    prompts: dict[str, list[float]] = defaultdict(list)
     speeds = [args.gigabytes] if args.gigabytes else []
     for turn in range(args.rounds + 2):
         if not args.gigabytes:
@@ -150,6 +188,15 @@ def main() -> None:
                 spent = [milliseconds(engine, tokens[:rows]) for _ in range(PASSES)]
                 if turn >= 2:  # the first passes are slower
                     times[name, rows] += spent[1:]
+        for name, engine in engines.items() if args.prompt and turn % 4 == 3 else ():
+            time.sleep(SETTLE)
+            start = time.perf_counter()
+            engine.read([index * 41 % 1000 + 5 for index in range(args.prompt)])
+            prompts[name].append(time.perf_counter() - start)
+            engine.restore()
+    if args.prompt:
+        rates = {name: round(args.prompt / statistics.median(spent)) for name, spent in prompts.items()}
+        print(f"a prompt of {args.prompt} tokens, tokens/s: {rates}")
     args.gigabytes = statistics.median(speeds)
     report(args, ours.model, times, alike)
 
@@ -164,7 +211,8 @@ def report(
     args: argparse.Namespace, model: NativeLlama, times: dict[tuple[str, int], list[float]], alike: float
 ) -> None:
     """Print the table and the JSON line."""
-    floor = 1e-6 * (model.weight_bytes + args.context * model.token_bytes) / args.gigabytes
+    read = model.weight_bytes + args.context * model.token_bytes + model.state_bytes
+    floor = 1e-6 * read / args.gigabytes
     title = f"a whole pass, ms, {args.context} tokens of context, {args.threads} threads, {model.instruction_set}"
     table = Table(title=f"{title}; llama.cpp {args.kind}")
     for column in ("rows", OURS, "least", "of one row", THEIRS, "least", "of one row", "ratio", "floor"):

@@ -2,7 +2,7 @@
 
 Run: python bench/random_gguf.py SHAPE FORMAT OUT, for example llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random
 bytes with small scales, so texts are meaningless, but a pass costs what that of the trained model does. Vocabulary and
-merges have the model's sizes, with shorter strings.
+merges have the model's sizes, with shorter strings. --mtp adds the layer for multi-token prediction of Qwen3.5.
 """
 
 from __future__ import annotations
@@ -39,9 +39,18 @@ class Shape:
     theta: float = 500000.0
     window: int = 0
     factor: float = 1.0  # linear rope scaling
-    turning: int = 0  # entries of a head that rotate (LongRoPE), 0 for all
+    turning: int = 0  # entries of a head that rotate, 0 for all
+    deltas: tuple[int, int, int] | None = None  # of delta nets: key heads, value heads, size of a head
+    attending: tuple[int, ...] = ()  # the layers with attention, if others have short convolutions
+
+    def is_recurrent(self, layer: int) -> bool:
+        if self.deltas:
+            return layer % INTERVAL != INTERVAL - 1 and layer < self.layers
+        return bool(self.attending) and layer not in self.attending
 
 
+INTERVAL, FILTER, SHORT = 4, 4, 3  # every fourth layer has attention; tokens of a delta net's filter, and of LFM2's
+DELTAS = ("qwen35", 248320)  # architecture and vocabulary
 SHAPES = {
     "llama-3.2-1b": Shape("llama", 128256, 2048, 8192, 16, 32, 8, 64, 280147, 131072, "llama-bpe"),
     "llama-3.2-3b": Shape("llama", 128256, 3072, 8192, 28, 24, 8, 128, 280147, 131072, "llama-bpe"),
@@ -50,6 +59,17 @@ SHAPES = {
     "qwen3-4b": Shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 151387, 40960, "qwen2"),
     "gemma-3-1b": Shape("gemma3", 262144, 1152, 6912, 26, 4, 1, 256, 0, 32768, theta=1e6, window=512),
     "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
+    "qwen3.5-0.8b": Shape(
+        *(*DELTAS, 1024, 3584, 24, 8, 2, 256, 247587, 262144, "qwen35"), theta=1e7, turning=64, deltas=(16, 16, 128)
+    ),
+    "qwen3.5-4b": Shape(
+        *(*DELTAS, 2560, 9216, 32, 16, 4, 256, 247587, 262144, "qwen35"), theta=1e7, turning=64, deltas=(16, 32, 128)
+    ),
+    "lfm2-1.2b": Shape(
+        *("lfm2", 65536, 2048, 8192, 16, 32, 8, 64, 63683, 128000, "lfm2"),
+        theta=1e6,
+        attending=(2, 5, 8, 10, 12, 14),
+    ),
     "phi-4-mini": Shape("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 199742, 131072, "gpt-4o", theta=1e4, turning=96),
 }
 TRAINED = 4096  # context length before LongRoPE
@@ -81,26 +101,38 @@ def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
     return tokens, merges[: shape.merges]
 
 
-def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Write the sizes and a tokenizer."""
+def write_metadata(writer: GGUFWriter, shape: Shape, num_mtp: int) -> None:
+    """Write the sizes and a tokenizer. `num_mtp`: layers for multi-token prediction."""
     name = shape.architecture
     for key, value in (
         ("context_length", shape.positions),
         ("embedding_length", shape.hidden),
         ("feed_forward_length", shape.middle),
-        ("block_count", shape.layers),
+        ("block_count", shape.layers + num_mtp),
         ("attention.head_count", shape.heads),
-        ("attention.head_count_kv", shape.kv_heads),
         ("attention.key_length", shape.head_dim),
         ("attention.value_length", shape.head_dim),
         ("rope.dimension_count", shape.turning or shape.head_dim),
     ):
         writer.add_uint32(f"{name}.{key}", value)
+    counts = [0 if shape.is_recurrent(layer) else shape.kv_heads for layer in range(shape.layers)]
+    writer.add_head_count_kv(counts if shape.attending else shape.kv_heads)
+    if shape.attending:
+        writer.add_uint32(f"{name}.shortconv.l_cache", SHORT)
+        writer.add_uint32(f"{name}.vocab_size", shape.vocab)
+    if shape.deltas:
+        keys, values, depth = shape.deltas
+        named = {"conv_kernel": FILTER, "state_size": depth, "group_count": keys, "time_step_rank": values}
+        for key, value in (named | {"inner_size": values * depth}).items():
+            writer.add_uint32(f"{name}.ssm.{key}", value)
+        writer.add_uint32(f"{name}.full_attention_interval", INTERVAL)
+        writer.add_uint32(f"{name}.nextn_predict_layers", num_mtp)
+        writer.add_array(f"{name}.rope.dimension_sections", [11, 11, 10, 0])
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", shape.theta)
     if shape.window:
         writer.add_uint32(f"{name}.attention.sliding_window", shape.window)
-    if shape.turning:
+    if shape.architecture == "phi3":
         writer.add_uint32(f"{name}.rope.scaling.original_context_length", TRAINED)
         writer.add_float32(f"{name}.rope.scaling.attn_factor", 1.19)
     if shape.factor != 1.0:
@@ -133,9 +165,26 @@ def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_eos_token_id(256)
 
 
-def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, int]]:
     """Return output and input sizes of the matrices of a layer."""
     width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    mlp = {
+        "ffn_gate": (shape.middle, shape.hidden),
+        "ffn_up": (shape.middle, shape.hidden),
+        "ffn_down": (shape.hidden, shape.middle),
+    }
+    if shape.is_recurrent(layer) and shape.deltas:
+        keys, values, depth = shape.deltas
+        return mlp | {
+            "attn_qkv": ((2 * keys + values) * depth, shape.hidden),
+            "attn_gate": (values * depth, shape.hidden),
+            "ssm_beta": (values, shape.hidden),
+            "ssm_alpha": (values, shape.hidden),
+            "ssm_out": (shape.hidden, values * depth),
+        }
+    if shape.is_recurrent(layer):
+        inputs = {"shortconv.in_proj": (3 * shape.hidden, shape.hidden)}
+        return mlp | inputs | {"shortconv.out_proj": (shape.hidden, shape.hidden)}
     if shape.architecture == "phi3":
         return {
             "attn_qkv": (width + 2 * narrow, shape.hidden),
@@ -143,14 +192,34 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
             "ffn_up": (2 * shape.middle, shape.hidden),
             "ffn_down": (shape.hidden, shape.middle),
         }
-    return {
-        "attn_q": (width, shape.hidden),
+    return mlp | {
+        "attn_q": (2 * width if shape.deltas else width, shape.hidden),  # with gates
         "attn_k": (narrow, shape.hidden),
         "attn_v": (narrow, shape.hidden),
         "attn_output": (shape.hidden, width),
-        "ffn_gate": (shape.middle, shape.hidden),
-        "ffn_up": (shape.middle, shape.hidden),
-        "ffn_down": (shape.hidden, shape.middle),
+    }
+
+
+def vectors(shape: Shape, layer: int) -> dict[str, np.ndarray]:
+    """Return the other tensors of a layer."""
+    random, is_recurrent = np.random.default_rng(layer), shape.is_recurrent(layer)
+    widths = {"attn_norm": shape.hidden, "post_attention_norm" if shape.deltas else "ffn_norm": shape.hidden}
+    if shape.architecture in ("qwen3", "gemma3", "qwen35", "lfm2") and not is_recurrent:
+        widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.architecture == "gemma3":
+        widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
+    if is_recurrent and shape.deltas:
+        widths["ssm_norm"] = shape.deltas[2]
+    found = {f"{name}.weight": np.ones(width, np.float32) for name, width in widths.items()}
+    if not is_recurrent:
+        return found
+    if not shape.deltas:
+        return found | {"shortconv.conv.weight": random.normal(0, 0.5, (shape.hidden, SHORT)).astype(np.float32)}
+    keys, values, depth = shape.deltas
+    return found | {
+        "ssm_conv1d.weight": random.normal(0, 0.5, ((2 * keys + values) * depth, FILTER)).astype(np.float32),
+        "ssm_a": -np.exp(random.uniform(-1, 1, values)).astype(np.float32),
+        "ssm_dt.bias": random.normal(0, 0.1, values).astype(np.float32),
     }
 
 
@@ -161,32 +230,35 @@ def main() -> None:
     parser.add_argument("format", choices=SCALES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--mtp", action="store_true", help="add a layer for multi-token prediction")
     asked = parser.parse_args()
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
     shape = replace(shape, layers=asked.layers or shape.layers)
+    if asked.mtp and not shape.deltas:
+        parser.error(f"--mtp is of the shapes of Qwen3.5, not of {asked.shape}")
     writer = GGUFWriter(asked.out, shape.architecture)
-    write_metadata(writer, shape)
+    write_metadata(writer, shape, int(asked.mtp))
 
     def add(name: str, rows: int, columns: int) -> None:
         kind = GGMLQuantizationType[asked.format]
         writer.add_tensor(name, blocks(random, asked.format, rows, columns), raw_dtype=kind)
 
     add("token_embd.weight", shape.vocab, shape.hidden)
-    norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
-    if shape.turning:
+    if shape.architecture == "phi3":
         for name, most in (("short", 1.2), ("long", 50.0)):
             factors = np.linspace(1.0, most, shape.turning // 2, dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
-    if shape.architecture in ("qwen3", "gemma3"):
-        norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
-    if shape.architecture == "gemma3":
-        norms |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
-    for layer in range(shape.layers):
-        for name, size in matrices(shape).items():
+    for layer in range(shape.layers + asked.mtp):
+        for name, size in matrices(shape, layer).items():
             add(f"blk.{layer}.{name}.weight", *size)
-        for name, width in norms.items():
-            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
-    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+        for name, values in vectors(shape, layer).items():
+            writer.add_tensor(f"blk.{layer}.{name}", values)
+    ones = np.ones(shape.hidden, np.float32)
+    if asked.mtp:
+        add(f"blk.{shape.layers}.nextn.eh_proj.weight", shape.hidden, 2 * shape.hidden)
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            writer.add_tensor(f"blk.{shape.layers}.nextn.{name}.weight", ones)
+    writer.add_tensor("token_embd_norm.weight" if shape.attending else "output_norm.weight", ones)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -16,6 +16,7 @@ from outpace.core.types import Commit, Draft, DraftSource, Verify
 from outpace.decoders.auto import Auto
 from outpace.planning import sources
 from outpace.planning.cost_model import CostModel
+from outpace.planning.sources import BatchRows
 
 COPIES = DraftSource("ngram", False, is_calibrated=True)
 PASS, ROW, ASK = 3.3, 0.5, 0.22  # seconds of a pass over one row, of each further row, and of a query
@@ -55,6 +56,7 @@ class CopyRun:
             seconds = PASS + ROW * (rows - 1) + drafting
             costs.record_round(1, rows, emitted, seconds, drafting)
             costs.begin_round(None)
+            BatchRows.of([place])
             written += self.text[start : start + emitted]
             self.seconds, drafting = self.seconds + seconds, 0.0
             ask = coroutine.send(TokenTree(written[-1]))

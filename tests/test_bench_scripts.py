@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import head_steps
 import judge_table
 import planner_cases
+import random_gguf
 import ready
 import stated_batches
 
@@ -111,6 +113,21 @@ def test_heads_of_every_kind_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     drafted = {"eagle": ["1", "3"], "peagle": ["8"], "dflash": ["15"], "dspark": ["7"]}
     assert {row["kind"]: [*row["milliseconds"]] for row in rows} == drafted
+
+
+def test_a_random_file_of_qwen_with_its_layer_for_more_tokens_is_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(random_gguf.SHAPES["qwen3.5-0.8b"], vocab=4096, hidden=256, middle=256, merges=400, layers=4)
+    monkeypatch.setitem(random_gguf.SHAPES, "small", small)
+    file = tmp_path / "small.gguf"
+    monkeypatch.setattr(sys, "argv", ["random_gguf.py", "small", "Q4_K", str(file), "--mtp"])
+    random_gguf.main()
+    monkeypatch.setattr(head_steps, "ROWS", 2048)
+    monkeypatch.setattr(sys, "argv", ["head_steps.py", "--mtp", str(file), "--nodes", "2"])
+    head_steps.main()
+    row = json.loads(capsys.readouterr().out)
+    assert (row["kind"], row["dtype"], [*row["milliseconds"]]) == ("mtp", "file", ["2"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a wire needs Linux")

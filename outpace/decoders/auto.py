@@ -48,15 +48,15 @@ class Auto(Decoder):
         try:
             while True:
                 planner.begin()
-                yield from _look_up(tree, planner)
-                if context.chains:  # so that the model extends only the branch that can be verified
-                    tree = tree.copy(best_chain(tree))
                 if not planner.is_plain:
+                    yield from _look_up(tree, planner)
+                    if context.chains:  # so that the model extends only the branch that can be verified
+                        tree = tree.copy(best_chain(tree))
                     yield from _grow(tree, planner)
-                if context.chains:  # the model may have added branches
-                    tree = tree.copy(best_chain(tree))
-                if len(nodes := planner.nodes_to_verify(tree)) < len(tree):
-                    tree = tree.copy(nodes)
+                    if context.chains:  # the model may have added branches
+                        tree = tree.copy(best_chain(tree))
+                    if len(nodes := planner.nodes_to_verify(tree)) < len(tree):
+                        tree = tree.copy(nodes)
                 picks = yield Verify(tree)
                 verdict = context.request.rule.walk(tree, picks)
                 planner.learn(tree, verdict.path)

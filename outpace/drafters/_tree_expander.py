@@ -163,7 +163,7 @@ class TreeExpander:
             uses_target_session,
             proposed,
         )
-        self._width, self._tree_nodes = width, tree_nodes
+        self._width, self._tree_nodes, self._chunk = width, tree_nodes, min(model.chunk or CHUNK, CHUNK)
         self._floor = _log(floor)
 
     def capabilities(self, declared: Capabilities, learnt: SavedState, **others: Any) -> Capabilities:
@@ -289,12 +289,12 @@ class TreeExpander:
         for state in behind:
             self.begin(state)
         missing = [state.missing for state in behind]
-        if max(missing) <= CHUNK and sum(missing) <= min([state.max_read for state in behind]):
+        if max(missing) <= self._chunk and sum(missing) <= min([state.max_read for state in behind]):
             return set()
         lagging, read = dict[int, int](), 0  # tokens to read by place, and of all texts
         for place in sorted(range(len(states)), key=lambda place: states[place].missing):
             state = states[place]
-            num_readable = max(min(state.max_read - read, CHUNK), 0)
+            num_readable = max(min(state.max_read - read, self._chunk), 0)
             if state.depth_left >= 0:
                 if state.missing > num_readable:
                     lagging[place] = num_readable
@@ -308,11 +308,11 @@ class TreeExpander:
         for state in states:
             if not state.session.pending:  # otherwise nothing is missing
                 self.begin(state)
-                if state.missing > CHUNK:
+                if state.missing > self._chunk:
                     lagging.append(state)
         while lagging:
-            self._read([(state, CHUNK) for state in lagging])
-            lagging = [state for state in lagging if state.missing > CHUNK]
+            self._read([(state, self._chunk) for state in lagging])
+            lagging = [state for state in lagging if state.missing > self._chunk]
 
     def _read(self, counts: Sequence[tuple[ExpansionState, int]]) -> None:
         """Read committed tokens that the model has not read yet: for each state, the next `count` of them."""

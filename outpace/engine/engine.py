@@ -231,7 +231,9 @@ class Engine(AbstractContextManager["Engine"]):
     def _resume_decoders(self) -> None:
         """Give each sequence its share of the batch, then start the next round of each decoder."""
         running = self._scheduler.running
-        share = max(1, min(self.options.nodes, self._max_rows // max(len(running), 1)))
+        if not running:
+            return
+        share = max(1, min(self.options.nodes, self._max_rows // len(running)))
         for sequence in running:
             context, left = sequence.context, sequence.tokens_left
             context.rows, context.tokens_left = sequence.last_rows, left

@@ -131,7 +131,10 @@ class KVMemory:
             holder.session.trim()
             holder.session.capacity = session.capacity
             session, holder = holder.session, None
-        self._reserve(sequence, session, min(slots, max(length, _AT_ONCE)), slots, holder)
+        at_once = min(slots, max(length, _AT_ONCE))
+        if not self._reserve(sequence, session, at_once, slots, holder) and session.length:
+            session.trim(exact=True)  # a new session would have fitted in
+            self._reserve(sequence, session, at_once, slots, holder)
         if holder is not None:
             self._copy(holder, session, length)
         sequence.kv.session = session
@@ -264,27 +267,34 @@ class KVMemory:
         """Reserve slots for a sequence, dropping kept texts except `spared` for all that it is promised; return False
         if the budget does not suffice."""
         others = [pair for pair in self._slots() if pair[0] is not sequence]
-        if self._target.state_bytes and self._bytes([*others, (sequence, promised)]) > self.budget:
-            for other in self._open:
-                if other is not spared:
-                    other.kv.session.drop_snapshots()
+        budget = self.budget
+        if self._target.state_bytes:
+            taken_over = [] if sequence.kv.is_open else [session]  # which `_bytes` does not count yet
+            held, own = sum(one.num_snapshots for one in taken_over), session.slots_after(promised, exact=True)
+            budget -= self._target.state_bytes * held
+            if self._bytes([*others, (sequence, own)]) > budget:
+                budget = self.budget
+                for one in [*(other.kv.session for other in self._open if other is not spared), *taken_over]:
+                    one.drop_snapshots()
         for exact in (False, True):
             needed = [
                 *others,
                 (sequence, max(session.slots_after(slots, exact), session.slots_after(promised, exact=True))),
             ]
-            if self._bytes(needed) <= self.budget:
+            if self._bytes(needed) <= budget:
                 break
         else:
             return False
-        self._make_room(needed, spared)
+        self._make_room(needed, budget, spared)
         session.reserve(slots, exact)
         return True
 
-    def _make_room(self, needed: Sequence[tuple[TokenSequence, int]], spared: TokenSequence | _KeptText | None) -> None:
+    def _make_room(
+        self, needed: Sequence[tuple[TokenSequence, int]], budget: int, spared: TokenSequence | _KeptText | None
+    ) -> None:
         """Drop kept texts, least recently used first, until the rest fits in with what these sequences need."""
         for kept in [kept for kept in self._kept if kept is not spared]:
-            if self._bytes(needed, self._kept) <= self.budget:
+            if self._bytes(needed, self._kept) <= budget:
                 return
             self._drop(kept)
 

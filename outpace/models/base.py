@@ -101,9 +101,10 @@ class Session:
             self._resize(after := self.slots_after(slots, exact))
             self.slots = after
 
-    def trim(self) -> None:
-        """Free the unused slots if they are more than growing would leave."""
-        if (used := self._whole_blocks(self.length + self.pending)) * self.growth < self.slots:
+    def trim(self, exact: bool = False) -> None:
+        """Free the unused slots, if they are more than growing would leave or if `exact`."""
+        used = self._whole_blocks(self.length + self.pending)
+        if used * (1.0 if exact else self.growth) < self.slots:
             self._resize(used)
             self.slots = used
 

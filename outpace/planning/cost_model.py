@@ -16,7 +16,16 @@ from typing import Any
 from outpace.core.stats import DecayedMean
 from outpace.core.types import WORKER, Drafter, DraftSource
 from outpace.models.base import Model
-from outpace.planning.estimators import STALE, CaptureTimes, Excess, ExplorationBudget, LatencyCurve, LevelMeans, Line
+from outpace.planning.estimators import (
+    READ_EVERY,
+    CaptureTimes,
+    ContextCost,
+    Excess,
+    ExplorationBudget,
+    LatencyCurve,
+    LevelMeans,
+    Line,
+)
 from outpace.planning.plan import Estimates, best_rows
 
 LOOKUP_WEIGHT = 8.0  # weight of the prior of what lookups add, in rounds
@@ -27,8 +36,10 @@ _CALIBRATION_FADE = (
 )
 _RARE_FADE = 0.9  # of means of rare samples
 _SHORT_TEXT = 2048  # tokens; the factors of longer texts are kept by their length
-_CLEAR = 1.5  # speedup from which the time of plain decoding hardly matters
 _MAX_UNTIMED = 8  # rounds that decode plainly at most until such rounds are timed
+_PLAIN_SHARE = 0.005  # of the time, that rounds of plain decoding may cost which only time it
+_MIN_PAUSE = 4.0  # rounds between those, for each of them
+_SETTLING = 0.08  # seconds in which drafts still slow plain decoding: a processor's frequency recovers slowly
 _MAX_EXCESS = 4.0  # plain rounds; a longer pause says nothing about the next round
 READ_WITH_STEP = 2  # tokens that a model reads with its next draft step
 _READING = 0.2  # seconds; shorter passes would read the weights too often for too few prompt tokens
@@ -51,9 +62,11 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._plain = LatencyCurve()  # rounds of plain decoding, by requests
-        self._drafted = LatencyCurve(self._plain.seconds)  # rounds with drafts, by rows
-        self._was_plain = True  # the last round
+        self._context = ContextCost()
+        self._tokens = 0  # in the texts of all requests
+        self._plain = LatencyCurve(context=self._context)  # rounds of plain decoding, by requests
+        self._drafted = LatencyCurve(self._plain.seconds, self._context)  # rounds with drafts, by rows
+        self._num_plain = 0  # rounds of plain decoding in a row, up to the last round
         self._round = 0  # number of the round
         self._plain_rounds: dict[int, int] = {}  # by requests: the round from which plain decoding was timed last
         self._plain_until = 0  # rounds before this one decode plainly, to be timed
@@ -82,7 +95,7 @@ class CostModel:
         """Return what is known of rounds of this many requests that draft with this source."""
         target, graphs, excess = self.captures[""], self.captures[source.name], self.excess(requests)
         return Estimates(
-            self.plain_seconds(requests) + excess.plain.value,
+            self.plain_seconds(requests) + excess.plain,
             self.pass_seconds,
             self._step_curve(source).seconds,
             excess.drafted,
@@ -111,14 +124,18 @@ class CostModel:
         excess = max(min(excess + (0.0 if start is None else start - end), limit), -limit)
         self.excess(requests).learn(steps, excess)
 
+    def set_context(self, tokens: int) -> None:
+        """Set the number of tokens in the texts of all requests, before a round."""
+        self._tokens = tokens
+
     def end_round(self, requests: int, rows: int, drafting: DraftTimes, seconds: float, end: float) -> None:
         """End a round, before it is recorded. A plain round after one with drafts says nothing: it may pay for that."""
-        if not drafting.steps and (rows > requests or not self._was_plain):
+        if not drafting.steps and (rows > requests or self._num_plain < self._settling_rounds(requests)):
             return
         excess = drafting.seconds - drafting.expected
         curve, count = (self._drafted, rows) if drafting.steps else (self._plain, requests)
         if curve.is_timed(count):
-            excess += seconds - drafting.seconds - curve.seconds(count)
+            excess += seconds - drafting.seconds - self._with_context(curve.seconds(count))
         self._ended = requests, drafting.steps, excess, end
 
     def record_round(
@@ -128,27 +145,42 @@ class CostModel:
         Unless `every` round is timed, it is only if the one before was of its kind: drafts may cost time later."""
         self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
-        is_plain = rows <= requests
-        if is_plain and (every or self._was_plain or not self._plain.is_timed(requests)):
-            self._plain.learn(requests, seconds - drafting)
+        is_plain, taken = rows <= requests, seconds - drafting
+        self._context.learn(rows, self._tokens, taken)
+        if self._round % READ_EVERY == 0:
+            self._context.fit()
+            self._plain.clear_caches()
+            self._drafted.clear_caches()
+        if is_plain and (
+            every or self._num_plain >= self._settling_rounds(requests) or not self._plain.is_timed(requests)
+        ):
+            self._plain.learn(requests, taken, self._tokens)
             self._plain_rounds[requests] = self._round
             self._drafted.clear_caches()
-        elif not is_plain and (every or not self._was_plain):
-            self._drafted.learn(rows, seconds - drafting)
-        self._was_plain = is_plain
+        elif not is_plain and (every or not self._num_plain):
+            self._drafted.learn(rows, taken, self._tokens)
+        self._num_plain = self._num_plain + 1 if is_plain else 0
         self._rates[requests].learn(tokens, seconds)
+
+    def _settling_rounds(self, requests: int) -> int:
+        """Return after how many rounds of plain decoding in a row, at least one, such a round is timed."""
+        seconds = self.plain_seconds(requests)
+        return max(int(_SETTLING / seconds), 1) if seconds > 0.0 else 1
 
     def needs_plain_round(self, requests: int) -> bool:
         """Return whether all requests should run a round of plain decoding: until it was timed for this many requests,
-        and two of every `STALE` rounds unless drafting is much faster. The first of two may pay for drafts before it,
-        and rounds in the same passes as another request's prompt are not timed."""
+        and then in two rounds in a row, as often as costs a share of the time. The first of two may pay for drafts
+        before it, and rounds in the same passes as another request's prompt are not timed."""
         number = self._round
         if number >= self._plain_until:
             age = number - self._plain_rounds.setdefault(requests, number)
-            if age < _MAX_UNTIMED and not self._plain.is_known(requests):
-                self._plain_until = number + 1
-            elif age > STALE and self.speedup(requests) < _CLEAR:
-                self._plain_rounds[requests], self._plain_until = number, number + 2
+            if not self._plain.is_known(requests):
+                self._plain_until = number + (age < _MAX_UNTIMED)
+            else:
+                settling = self._settling_rounds(requests)
+                count = settling + min(settling, READ_EVERY)
+                if age > count * max((self.speedup(requests) - 1.0) / _PLAIN_SHARE, _MIN_PAUSE):
+                    self._plain_rounds[requests], self._plain_until = number, number + count
         return number < self._plain_until
 
     def calibration_factor(self, source: str, length: int = 0) -> DecayedMean:
@@ -261,11 +293,15 @@ class CostModel:
 
     def plain_seconds(self, requests: int) -> float:
         """Return the expected seconds of a round of plain decoding, or 0 while unknown."""
-        return self._plain.seconds(requests) or self._drafted.seconds(requests)
+        return self._with_context(self._plain.seconds(requests) or self._drafted.seconds(requests))
 
     def pass_seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows without its drafting, or 0 while unknown."""
-        return self._drafted.seconds(rows)
+        return self._with_context(self._drafted.seconds(rows))
+
+    def _with_context(self, seconds: float) -> float:
+        """Return the time of a pass with that for reading the texts' keys and values; 0 stays 0."""
+        return seconds + self._context.slope * self._tokens if seconds else 0.0
 
     def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
         """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""

@@ -14,6 +14,8 @@ from itertools import accumulate
 from math import inf
 from statistics import median_low
 
+import numpy as np
+
 from outpace.core.stats import DecayedMean
 
 FADE = 0.95  # weight of the past in decayed means: about twenty samples count
@@ -23,43 +25,86 @@ MIN_SAMPLES = 2  # a key with fewer samples has no median
 STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
 _LEVELS = 8  # levels whose acceptance is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
-_READ_EVERY = 4  # rounds after which medians are read again
+READ_EVERY = 4  # rounds after which medians are read again
+_CONTEXT_FADE = 0.99  # weight of the past; within a hundred rounds texts begin and end
 _FIRST = 4  # nodes that may be verified before any time is known
 _ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
 Point = tuple[int, float]
 
 
-class RollingMedian:
-    """Medians of the latest timings, keyed by an integer (rows or requests)."""
+class ContextCost:
+    """How much longer a pass takes for each token in the texts of all requests, whose keys and values it reads.
+
+    Least squares of relative errors, so that a pass that was delayed has little weight: seconds = fixed + each * rows +
+    `slope` * tokens.
+    """
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self.medians: dict[int, float] = {}  # of the keys with at least `MIN_SAMPLES` samples
+        self._known = np.zeros((3, 4))  # decayed sums of x x^T and of x, where x . (fixed, each, slope) should be 1
+        self._last: tuple[int, int, float] | None = None
+        self.slope = 0.0
+
+    def learn(self, rows: int, tokens: int, seconds: float) -> None:
+        """Add a pass."""
+        if seconds > 0.0:
+            x = np.array([1.0, rows, tokens]) / seconds
+            self._known = _CONTEXT_FADE * self._known + np.outer(x, np.append(x, 1.0))
+            self._last = rows, tokens, seconds
+
+    def fit(self) -> None:
+        """Fit the slope to all passes. Two more are assumed whose times do not depend on their tokens, nor on their
+        rows."""
+        if self._last is None:
+            return
+        rows, tokens, seconds = self._last
+        x = np.array([[1.0, rows, tokens], [1.0, rows, 0.0], [1.0, 0.0, tokens]]) / seconds
+        sums = self._known + x.T @ np.column_stack([x, np.ones(len(x))])
+        self.slope = max(float(np.linalg.lstsq(sums[:, :3], sums[:, 3])[0][2]), 0.0)
+
+
+class RollingTimes:
+    """The latest timings of passes, by an integer (rows or requests), with the tokens of the texts that they read."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[Point]] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._samples)
 
-    def learn(self, key: int, seconds: float) -> None:
+    def learn(self, key: int, seconds: float, tokens: int) -> None:
         """Record another timing."""
         samples = self._samples.get(key) or deque(maxlen=WINDOW)
-        samples.append(seconds)
+        samples.append((tokens, seconds))
         self._samples[key] = samples  # stored with its first sample: Ctrl-C may come between any two lines
-        if len(samples) >= MIN_SAMPLES:
-            self.medians[key] = median_low(samples)
 
     def forget(self, key: int) -> None:
         """Drop the samples of a key, if it has any."""
-        self.medians.pop(key, None)
         self._samples.pop(key, None)
 
     def count(self, key: int) -> int:
         """Return the number of samples kept for a key."""
         return len(self._samples.get(key, ()))
 
-    @property
-    def minima(self) -> Mapping[int, float]:
-        return {key: min(samples) for key, samples in self._samples.items()}
+    def usual(self, slope: float) -> dict[int, float]:
+        """Return the usual time of each key that has a few samples, without `slope` seconds for each token."""
+        return self._each(lower_quartile, MIN_SAMPLES, slope)
+
+    def shortest(self, slope: float) -> dict[int, float]:
+        """Return the shortest time of each key, without `slope` seconds for each token."""
+        return self._each(min, 1, slope)
+
+    def _each(self, choose: Callable[[list[float]], float], least: int, slope: float) -> dict[int, float]:
+        return {
+            key: choose([seconds - slope * tokens for tokens, seconds in samples])
+            for key, samples in self._samples.items()
+            if len(samples) >= least
+        }
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return a value that a quarter of all do not exceed: of timings, what is usual, since delays only add."""
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 class LevelMeans:
@@ -145,7 +190,8 @@ class Excess:
     """Seconds that rounds take beyond what is expected of their passes and draft steps."""
 
     def __init__(self) -> None:
-        self.plain = DecayedMean(0.0, PRIOR_WEIGHT)
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self.plain = 0.0  # of a plain round: the median of the latest
         self._drafted = Line()
         self._mean = DecayedMean(0.0, 0.0)  # for each draft step
         self._lines: list[tuple[float, float]] = []  # cached: for fewer steps than usual, and for others
@@ -153,7 +199,8 @@ class Excess:
     def learn(self, steps: int, seconds: float) -> None:
         """Record a round with this many draft steps."""
         if not steps:
-            self.plain.learn(seconds)
+            self._plain.append(seconds)
+            self.plain = median_low(self._plain)
             return
         self._mean.learn(seconds, steps)
         self._drafted.learn(steps, seconds)
@@ -170,7 +217,7 @@ class Excess:
     @property
     def of_drafts(self) -> float:
         """What a round with one draft step takes in excess, compared with a plain round; at least 0."""
-        return max(self.drafted(1) - self.plain.value, 0.0)
+        return max(self.drafted(1) - self.plain, 0.0)
 
 
 class CaptureTimes:
@@ -261,10 +308,11 @@ class LatencyCurve:
     `seconds(rows)`: the expected seconds of a round over `rows` rows, or 0 while nothing is known.
     """
 
-    def __init__(self, prior: Callable[[int], float] | None = None) -> None:
-        """`prior` returns the expected seconds of a number of rows until they are timed."""
-        self._prior = prior
-        self._times = RollingMedian()  # by bucket of rows
+    def __init__(self, prior: Callable[[int], float] | None = None, context: ContextCost | None = None) -> None:
+        """`prior` returns the expected seconds of a number of rows until they are timed. What `context` says of the
+        tokens of texts is left out of all times."""
+        self._prior, self._context = prior, context or ContextCost()
+        self._times = RollingTimes()  # by bucket of rows
         self._profile: dict[int, float] = {}  # seconds by bucket, from a profile
         self._last: dict[int, int] = {}  # by bucket: the round that was timed last
         self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
@@ -276,15 +324,15 @@ class LatencyCurve:
         self.seconds: Callable[[int], float] = self._seconds.__getitem__  # a cached value needs no Python frame
         self.num_rounds = 0
 
-    def learn(self, rows: int, seconds: float) -> bool:
-        """Record a round; return whether the curve changed."""
+    def learn(self, rows: int, seconds: float, tokens: int = 0) -> bool:
+        """Record a round, with this many tokens in all texts; return whether the curve changed."""
         bucket = _bucket(rows)
-        self._times.learn(bucket, seconds)
+        self._times.learn(bucket, seconds, tokens)
         self._last[bucket] = self.num_rounds
         self.num_rounds += 1
-        if self.num_rounds % _READ_EVERY == 0:
+        if self.num_rounds % READ_EVERY == 0:
             self._forget_old()
-        changed = self.num_rounds % _READ_EVERY == 0 or self._times.count(bucket) <= MIN_SAMPLES
+        changed = self.num_rounds % READ_EVERY == 0 or self._times.count(bucket) <= MIN_SAMPLES
         if changed:
             self.clear_caches()
         return changed
@@ -316,7 +364,7 @@ class LatencyCurve:
 
     def is_known(self, rows: int) -> bool:
         """Return whether a pass over at least `rows` rows was timed often enough for a median."""
-        return rows <= max([*self._times.medians, *self._profile], default=0)
+        return rows <= max([*self._times.usual(0.0), *self._profile], default=0)
 
     def _compute(self, rows: int) -> float:
         """Compute `seconds`; the prior's values are not cached, because they change."""
@@ -381,7 +429,7 @@ class LatencyCurve:
 
     def _known_times(self) -> dict[int, float]:
         """Return the time of each row count that was timed, and the scaled times of the profile for others."""
-        medians = self._times.medians
+        medians = self._times.usual(self._context.slope)
         both = medians.keys() & self._profile.keys()
         scale = sum(medians[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
         return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(medians)
@@ -395,7 +443,7 @@ class LatencyCurve:
         """
         known = self._known_times()
         fewest = min(known, default=inf)
-        known |= {rows: time for rows, time in self._times.minima.items() if rows < fewest}
+        known |= {rows: time for rows, time in self._times.shortest(self._context.slope).items() if rows < fewest}
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]

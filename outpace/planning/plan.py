@@ -70,8 +70,11 @@ def plan_batch(batch: BatchState, max_levels: int, estimates: Estimates) -> Batc
             chance *= estimates.acceptance(levels - 1)
             tokens += drafting * chance
             seconds = estimates.pass_seconds(batch.requests + drafting * levels) + levels * step
-            rate = tokens / max(seconds + estimates.excess(levels), estimates.plain)
-            total = batch.tokens_left / rate + reading
+            seconds = max(seconds + estimates.excess(levels), estimates.plain)
+            total, rate = batch.tokens_left * seconds / tokens + reading, tokens / seconds
+            most = tokens + drafting * chance * (max_levels - levels)  # that any number of levels can give
+            if batch.tokens_left * seconds / most + reading >= shortest:
+                break
             if total < shortest and (total := total + estimates.capture(drafting, levels)) < shortest:
                 best, shortest = BatchPlan(levels, drafting, rate), (1.0 - _LEAST_GAIN) * total
     return best

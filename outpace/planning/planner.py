@@ -20,7 +20,6 @@ from outpace.planning.sources import AcceptanceModel, LookupSource, ModelSource,
 # Above this chance that lookups continue the root, a model's level is not typical of what the model adds.
 MAX_LOOKUP_CHANCE = 0.25
 _ROWS = 4  # rows over which the price of one more row is averaged
-_PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 # Factor on prices of waits for a worker: after a hit, the level would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
 
@@ -44,8 +43,8 @@ class Planner:
         self._context, self._options = context, options
         self._costs: CostModel = context.costs
         self._acceptance = AcceptanceModel(self._costs, context.sources, context.committed)
-        lookups, repetitions = [s for s in context.sources if not s.runs_model], RepetitionDetector(context.committed)
-        self.lookups = [LookupSource(source, context, repetitions) for source in lookups]
+        self._repetitions = RepetitionDetector(context.committed)
+        self.lookups = [LookupSource(source, context) for source in context.sources if not source.runs_model]
         self.models = [ModelSource(source, context) for source in context.sources if source.runs_model]
         self._lookup_chance = 0.0  # chance that the target accepts a lookup node of this round's tree
         self._num_lookup_nodes = 0  # lookup nodes of this round's tree
@@ -55,27 +54,40 @@ class Planner:
         self._draft_seconds = 0.0  # expected seconds of this round's draft steps
         self._why = ""
         self.plan: RoundPlan | None = None  # this round's plan, once the nodes to verify are chosen
-        self.is_plain = False  # this round decodes plainly in any case
+        self.is_plain = False  # this round decodes plainly
         self.uses_drafts = False  # some source drafts in this round
 
     def begin(self) -> None:
-        """Begin a round: read the prices and choose the lookup sources. The round decodes plainly where the time of
-        such a round is not known, or was not measured for long."""
-        context, costs = self._context, self._costs
-        self.uses_drafts, self.plan = False, None
+        """Begin a round: choose the lookup sources, and whether anything drafts. The round decodes plainly where the
+        time of such a round is not known, or was not measured for long."""
+        context, batch = self._context, self._context.batch
+        self.uses_drafts, self.price, self.plan = False, batch.price, None
+        if context.budget < 2 or batch.is_plain:
+            self._decode_plainly("a plain round is timed" if context.budget > 1 else "no row is left for drafts")
+            return
         self._widths, self._draft_seconds, self._why = [], 0.0, "no source has anything to add"
         self._lookup_chance, self._num_lookup_nodes = 0.0, 0
+        if self.lookups:
+            repeated = self._repetitions.follow()
+            for source in self.lookups:
+                source.is_active = source.should_draft(self.price, self._options.trials, repeated)
+                self.uses_drafts |= source.is_active
         for model in self.models:
             model.begin_round()
-        self.price = _PRICE_MARGIN * costs.tokens_per_second(context.requests)
-        self.is_plain = context.budget < 2 or costs.needs_plain_round(context.requests)
+        self.is_plain = not self.uses_drafts and not any(map(self._may_draft, self.models))
         if self.is_plain:
-            self._why = "a plain round is timed" if context.budget > 1 else "no row is left for drafts"
+            self._decode_plainly("no draft level pays")
         else:
-            self._row = self.price * costs.extra_seconds(context.rows_of_others + 1, _ROWS)[-1] / _ROWS
-        for source in self.lookups:
-            source.is_active = not self.is_plain and source.should_draft(self.price, self._options.trials)
-            self.uses_drafts |= source.is_active
+            self._row = self.price * self._costs.extra_seconds(context.rows_of_others + 1, _ROWS)[-1] / _ROWS
+
+    def _decode_plainly(self, why: str) -> None:
+        """Let no source draft in this round, for this reason."""
+        self.is_plain = True
+        self.plan = self._context.batch.plain_plan(why)
+
+    def _may_draft(self, model: ModelSource) -> bool:
+        """Return whether the model may grow a first level in this round: one that pays, or a trial."""
+        return model.source.name == WORKER.name or self._batch_plan(model).levels > 0 or self._should_try(model)
 
     def record_lookup(self, tree: TokenTree) -> None:
         """Record that a lookup source has added its nodes."""
@@ -93,10 +105,10 @@ class Planner:
         costs nor is due for a trial. `leaves`: predicted chances of the nodes to expand, if the tree lacks them."""
         if model.levels == model.first:
             model.max_levels = min(model.first + self._max_levels(model), self._context.tokens_left - 1)
-        if self.is_plain or model.is_trial or model.levels >= model.max_levels:
+        if self.is_plain or model.levels >= model.max_levels or (model.is_trial and model.levels):
             self._why = "a trial of one level" if model.is_trial else "as deep as allowed"
             return 0
-        width = self._width(tree, model, leaves) or int(self._should_try(model))
+        width = 1 if model.is_trial else self._width(tree, model, leaves) or int(self._should_try(model))
         if width:
             context = self._context
             self.uses_drafts = True
@@ -121,7 +133,7 @@ class Planner:
         depth that pays may lead through depths that do not."""
         if model.plan is None:
             max_levels = min(self._options.deepest, self._context.budget - 1)
-            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels, self._costs)
+            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels)
         return model.plan
 
     def _width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None) -> int:
@@ -136,9 +148,7 @@ class Planner:
                 self._why = "the draft model has not read the text"
                 return 0
             if context.requests > 1:
-                if context.batch.num_drafting < context.requests:
-                    return 1
-                self.price = max(self.price, plan.rate)
+                return 1
         gains = self._level_gains(tree, model, leaves)
         if width := best_width(gains, self._second_price(model), self._seconds_of_width(model)):
             return width
@@ -146,22 +156,13 @@ class Planner:
         return int(not is_worker and not model.levels)
 
     def _seconds_of_width(self, model: ModelSource) -> Callable[[int], float]:
-        """Return the seconds of another level by its width; in a batch, of what exceeds the level that all grow."""
-        costs, source, requests = self._costs, model.source, self._context.requests
+        """Return the seconds of another level of a request that runs alone, by its width."""
+        costs, source = self._costs, model.source
         if source.name == WORKER.name:
             return lambda _: costs.step_seconds(source, 1)
-        if requests == 1:
-            excess = costs.excess(1)
-            more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
-            return lambda width: more + costs.step_seconds(source, width)
-        drafting, captures = self._batch_plan(model).drafting, costs.captures[source.name]
-        base = costs.step_seconds(source, drafting)
-
-        def seconds(width: int) -> float:
-            needs_capture = width > 1 and captures.seconds(drafting, width)
-            return inf if needs_capture else costs.step_seconds(source, drafting + width - 1) - base
-
-        return seconds
+        excess = costs.excess(1)
+        more = excess.drafted(model.levels + 1) - excess.drafted(model.levels) if model.levels else 0.0
+        return lambda width: more + costs.step_seconds(source, width)
 
     def _second_price(self, model: ModelSource) -> float:
         """Return how many tokens a second of the model's draft steps must add."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import exp
 
-from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates
+from outpace.core.stats import BatchedUpdates, DecayedMean, PlanEstimates, RoundPlan
 from outpace.core.tree import Role, TokenTree
 from outpace.core.types import DraftSource
 from outpace.planning.cost_model import LOOKUP_WEIGHT, CostModel
 from outpace.planning.estimators import FADE, PRIOR_WEIGHT, LevelMeans
 from outpace.planning.plan import BatchPlan, BatchState, plan_batch
 
+_PRICE_MARGIN = 1.1  # factor on prices: corrects for the optimism of a maximum of estimates (winner's curse)
 _CONTINUES = 0.97  # factor of a source that calibrates its own chances
 _BATCH = 3  # rounds that are learnt together
 _USUAL_ANSWER = 512  # tokens; a longer answer may still begin to draft later
@@ -31,32 +33,56 @@ class BatchRows:
     `rows` are for each request those of this round or, until it has chosen, those of its last pass.
     """
 
-    rows: int = 0
+    costs: CostModel = field(repr=False)
+    rows: int = 1
     state: BatchState = field(default_factory=lambda: BatchState(1, 0, 0, 0, 1.0))
     estimates: PlanEstimates | None = None  # of the last plan of this round
     is_tried: bool = False  # whether a trial was considered in this round; one request tries for all
     _new_readers: int = 0  # requests whose texts the draft model may begin to read in this round
     _num_begun: int = 0  # how many of them have
+    _plain_plan: RoundPlan | None = None
     _plans: dict[str, BatchPlan] = field(default_factory=dict)  # by source
 
     @classmethod
     def of(cls, contexts: Sequence[PlanningContext]) -> BatchRows:
         """Return the batch of these requests, before they plan a round, and set it in their contexts."""
-        new = [context for context in contexts if not context.num_read]
-        unread = sum([len(context.committed) for context in new])
-        behind = sum([len(context.committed) - context.num_read for context in contexts]) - unread
-        left = float(sum([context.expected_tokens for context in contexts]))
-        state = BatchState(len(contexts), len(contexts) - len(new), behind, unread, left)
-        batch = cls(sum([context.rows for context in contexts]), state)
+        batch, readers, behind, unread, left = cls(contexts[0].costs, 0), 0, 0, 0, 0
         for context in contexts:
+            read = context.num_read
+            if read:
+                readers, behind = readers + 1, behind + len(context.committed) - read
+            else:
+                unread += len(context.committed)
+            left += context.expected_tokens
+            batch.rows += context.rows
             context.requests, context.batch = len(contexts), batch
+        batch.state = BatchState(len(contexts), readers, behind, unread, float(left))
+        batch.costs.set_context(sum([len(context.committed) for context in contexts]))
         return batch
 
-    def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int, costs: CostModel) -> BatchPlan:
+    @cached_property
+    def price(self) -> float:
+        """Tokens that a second is worth in this round."""
+        return _PRICE_MARGIN * self.costs.tokens_per_second(self.state.requests)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether all requests decode plainly, because the time of such a round is not known or was not measured for
+        long."""
+        return self.costs.needs_plain_round(self.state.requests)
+
+    def plain_plan(self, why: str) -> RoundPlan:
+        """Return the plan of a request that decodes plainly for this reason."""
+        if self._plain_plan is None or self._plain_plan.why != why:
+            seconds = self.costs.plain_seconds(self.state.requests)
+            self._plain_plan = RoundPlan((), 1.0, seconds, self.price, why, self.estimates)
+        return self._plain_plan
+
+    def plan(self, source: DraftSource, acceptance: LevelMeans, max_levels: int) -> BatchPlan:
         """Return the plan of this round for all requests together: see `plan_batch`."""
         plan = self._plans.get(source.name)
         if plan is None:
-            state, estimates = self.state, costs.estimates(source, acceptance, self.state.requests)
+            state, estimates = self.state, self.costs.estimates(source, acceptance, self.state.requests)
             plan = plan_batch(state, max_levels, estimates) if estimates.plain > 0.0 else BatchPlan(0, 0, 0.0)
             self.estimates = estimates.at(state, plan.levels, plan.drafting or state.requests)
             if plan.drafting > state.readers:
@@ -86,9 +112,12 @@ class PlanningContext:
     budget: int = 1
     requests: int = 1  # running requests, this one included
     rows: int = 1  # its own part of `batch`
-    batch: BatchRows = field(default_factory=lambda: BatchRows(1), repr=False)
     tokens_left: int = 1  # tokens that may still be written
     num_read: int = 0  # tokens of the text that the draft model has read
+    batch: BatchRows = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.batch = BatchRows(self.costs)
 
     @property
     def rows_of_others(self) -> int:
@@ -132,19 +161,18 @@ class LookupSource:
     """A source that runs no model, and what it gained for this request: tokens that it adds to a round that asks it,
     minus the price of its rows. It is asked while that pays for its CPU time, and now and then if it does not."""
 
-    def __init__(self, source: DraftSource, context: PlanningContext, repetitions: RepetitionDetector) -> None:
+    def __init__(self, source: DraftSource, context: PlanningContext) -> None:
         self.source = source
         self.is_active = False  # whether it drafts in this round
-        self._context, self._costs, self._repetitions = context, context.costs, repetitions
+        self._context, self._costs = context, context.costs
         self._gain = DecayedMean(self._costs.lookup_gain(source.name, context.requests).value, LOOKUP_WEIGHT)
         self._option: Hashable = None  # the exploration budget's name for asking it in this round
 
-    def should_draft(self, price: float, share: float) -> bool:
-        """Return whether to ask the source in this round, in which a second is worth `price` tokens. Where the text
-        repeats itself, what failed at shorter repetitions says nothing."""
+    def should_draft(self, price: float, share: float, repeated: int) -> bool:
+        """Return whether to ask the source in this round, in which a second is worth `price` tokens and about
+        `repeated` of the last tokens occurred before. What failed at shorter repetitions says nothing."""
         seconds = self._costs.draft_seconds(self.source)
-        repeated = self._repetitions.follow().bit_length()
-        self._option = self.source.name, self._context.requests > 1, repeated
+        self._option = self.source.name, self._context.requests > 1, repeated.bit_length()
         return self._gain.value > price * seconds or self._costs.exploration.is_due(self._option, seconds, share)
 
     def learn(self, gain: float, price: float) -> None:

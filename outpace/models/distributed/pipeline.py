@@ -227,8 +227,8 @@ class PipelineSession:
     def reserve(self, slots: int, exact: bool = False) -> None:
         self._change("reserve", slots, exact)
 
-    def trim(self) -> None:
-        self._change("trim")
+    def trim(self, exact: bool = False) -> None:
+        self._change("trim", exact)
 
     def start_from(self, other: PipelineSession, length: int) -> None:
         self.own.start_from(other.own, length)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, lfm2, phi, qwen35
 from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
-from outpace.models.llama.config.recurrence import Recurrence
+from outpace.models.llama.config.recurrence import PARTS, Recurrence
 
 Fields = Mapping[str, Any]
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # activations of the MLP's gate
@@ -41,7 +42,8 @@ class Family:
     layer_types may say otherwise. `always_slides`: use_sliding_window is ignored. `skips_rotation`: no_rope_layers are
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
-    `recurrence` reads the sizes of recurrent layers, and which layers these are. `own_name`: Llama's name of a tensor.
+    `recurrence` reads the sizes of recurrent layers, and which layers these are. `own_name`: Llama's name of a tensor;
+    `stored_name`: the checkpoint's, from Llama's.
     """
 
     architecture: str
@@ -62,6 +64,7 @@ class Family:
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
     own_name: Callable[[str], str] = str
+    stored_name: Callable[[str], str] = str
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -131,6 +134,15 @@ FAMILIES = {
         constants=qwen35.read_constants,
         recurrence=qwen35.read_recurrence,
     ),
+    qwen35.NEXT_TYPE: Family(
+        qwen35.NEXT_ARCHITECTURE,
+        qwen35.NEXT_DEFAULTS,
+        **NO_BIASES,
+        head_norm=True,
+        prepare=qwen35.with_flat_rope,
+        constants=qwen35.read_constants,
+        recurrence=partial(qwen35.read_recurrence, fused=tuple(PARTS)),
+    ),
     lfm2.MODEL_TYPE: Family(
         lfm2.ARCHITECTURE,
         lfm2.DEFAULTS,
@@ -140,6 +152,7 @@ FAMILIES = {
         prepare=lfm2.with_usual_fields,
         recurrence=lfm2.read_recurrence,
         own_name=lfm2.own_name,
+        stored_name=lfm2.stored_name,
     ),
 }
 REFUSED = {  # architectures that are known, and why they are not run

@@ -22,6 +22,7 @@ from outpace.models.base import Capability, Model, Part, ReducedOutput, Session,
 from outpace.models.llama.config.draft_vocab import num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
 from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from outpace.models.llama.kept_tokens import KeptTokens
 
 DEFAULT = NativeOptions()
-USUAL_PLACES = 32  # pending nodes whose stash is counted as a session's memory
-CHUNK = 64  # prompt tokens in a pass of a model with recurrent layers; each may stash a megabyte until the next pass
 
 NativeRows = tuple[Any, int, int, int, bytes]
 """A session's store, its numbers of committed, pending and new nodes, and a mask: a byte for each new node and each
@@ -151,8 +150,8 @@ class NativeSession(Session):
         if self.is_recurrent:
             self.store.keep(list(path), list(live))
 
-    def trim(self) -> None:
-        super().trim()
+    def trim(self, exact: bool = False) -> None:
+        super().trim(exact)
         if self.is_recurrent:
             self.store.trim_states()
 
@@ -242,7 +241,7 @@ class NativeLlama(Model):
         self.recurrence = native_recurrence(self.kernels, config)
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
-            self.chunk = CHUNK
+            self.chunk = READ_TOGETHER
         scale = {"scale": config.query_scale} if config.query_scale else {}
         scale |= {"gated": True} if config.output_gate else {}
         self.heads = self.kernels.Heads(
@@ -299,7 +298,7 @@ class NativeLlama(Model):
 
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
-        places = {"places": USUAL_PLACES} if self.recurrence else {}
+        places = {"places": USUAL_NODES} if self.recurrence else {}
         layers, sizes = self.num_attention_layers, self.recurrence
         total: int = self.kernels.Store.bytes_of(self.heads, layers, slots, **sizes, **places)
         return total

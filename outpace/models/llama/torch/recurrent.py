@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.arrays import to_device
-from outpace.models.llama.config.recurrence import Recurrence
+from outpace.models.llama.config.recurrence import USUAL_NODES, Recurrence
 
 if TYPE_CHECKING:
     from outpace.models.llama.torch.attention import SessionRows
 
-KEPT_ROWS = 16  # rows of the stash that stay allocated; prompts are read in larger chunks
 LENGTH_FLOOR = 1e-6  # added to the squares of a query or key
 
 
@@ -76,8 +75,9 @@ class RecurrentMemory:
         return Snapshot(self.heads, self.history)
 
     def add(self, count: int) -> None:
-        """Reserve rows of the stash for new pending nodes."""
-        used = {*self.rows, *self.folds}
+        """Reserve rows of the stash for new pending nodes; kept ones leave it first."""
+        self.fold()
+        used = {*self.rows}
         self.rows += itertools.islice((row for row in itertools.count() if row not in used), count)
         if (needed := max(self.rows, default=-1) + 1) > self.stash.shape[1]:
             self.stash = F.pad(self.stash, (0, 0, 0, needed - self.stash.shape[1]))
@@ -106,8 +106,8 @@ class RecurrentMemory:
             _, decays, keys, deltas = split_stash(self.stash[:, row], sizes)
             self.heads = advanced(self.heads * decays[..., None, None], keys[:, key_heads], deltas)
         self.folds = []
-        if not self.rows and self.stash.shape[1] > KEPT_ROWS:
-            self.stash = self.stash[:, :KEPT_ROWS].clone()
+        if not self.rows and self.stash.shape[1] > USUAL_NODES:
+            self.stash = self.stash[:, :USUAL_NODES].clone()
 
 
 def split_stash(nodes: Tensor, sizes: Recurrence) -> tuple[Tensor, Tensor, Tensor, Tensor]:

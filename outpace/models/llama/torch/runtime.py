@@ -29,6 +29,7 @@ from outpace.models.base import Capability, Model, Part, ReducedOutput, hidden_r
 from outpace.models.llama.config.draft_vocab import checked_ids, num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
 from outpace.models.llama.torch.linear import (
     COUNTS,
@@ -39,7 +40,7 @@ from outpace.models.llama.torch.linear import (
     find_row_counts,
     pad_rows,
 )
-from outpace.models.llama.torch.recurrent import KEPT_ROWS, RecurrentPass, gate, norm_heads, silu
+from outpace.models.llama.torch.recurrent import RecurrentPass, gate, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
@@ -86,6 +87,7 @@ class Llama(Model):
         )
         if config.num_recurrent_layers:
             self.capabilities = self.capabilities - {Capability.LENGTH, Capability.MLP_BIAS}
+            self.chunk = READ_TOGETHER
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
@@ -109,7 +111,7 @@ class Llama(Model):
 
     def session_bytes(self, slots: int) -> int:
         sizes = self.config.recurrence
-        stash = 4 * KEPT_ROWS * sizes.stash_size * self.config.num_recurrent_layers if sizes else 0
+        stash = 4 * USUAL_NODES * sizes.stash_size * self.config.num_recurrent_layers if sizes else 0
         return super().session_bytes(slots) + stash
 
     @property

@@ -99,8 +99,8 @@ class LlamaSession(Session):
         if self.is_recurrent:
             self.memory.keep(path, live)
 
-    def trim(self) -> None:
-        super().trim()
+    def trim(self, exact: bool = False) -> None:
+        super().trim(exact)
         if self.is_recurrent:
             self.memory.trim()
 
