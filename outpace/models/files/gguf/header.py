@@ -37,6 +37,7 @@ COMMON_TYPES = {
     14: BlockFormat("Q6_K", 256, 210),
     20: BlockFormat("IQ4_NL", 32, 18),
     30: BlockFormat("BF16", 1, 2),
+    39: BlockFormat("MXFP4", 32, 17),
 }
 INTEGER_TYPES = {26: BlockFormat("I32", 1, 4), 27: BlockFormat("I64", 1, 8)}
 

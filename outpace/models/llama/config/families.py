@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config import gemma, lfm2, phi, qwen35
+from outpace.models.llama.config import experts, gemma, lfm2, phi, qwen35
+from outpace.models.llama.config.experts import ExpertLayers
 from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
 from outpace.models.llama.config.recurrence import PARTS, Recurrence
 
@@ -33,6 +34,11 @@ def late_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
     return [layer >= first for layer in range(len(rotates))]
 
 
+def even_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return which layers have a sliding window: every second one, from the first on."""
+    return [layer % 2 == 0 for layer in range(len(rotates))]
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture: the contents of its checkpoints, and defaults of fields that a config.json leaves out.
@@ -42,8 +48,8 @@ class Family:
     layer_types may say otherwise. `always_slides`: use_sliding_window is ignored. `skips_rotation`: no_rope_layers are
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
-    `recurrence` reads the sizes of recurrent layers, and which layers these are. `own_name`: Llama's name of a tensor;
-    `stored_name`: the checkpoint's, from Llama's.
+    `recurrence` reads the sizes of recurrent layers, and which layers these are; `experts` those of mixtures of
+    experts. `own_name`: Llama's name of a tensor; `stored_name`: the checkpoint's, from Llama's.
     """
 
     architecture: str
@@ -63,6 +69,7 @@ class Family:
     prepare: Callable[[Fields], Fields] = dict
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
+    experts: Callable[[Fields, int], ExpertLayers] | None = None
     own_name: Callable[[str], str] = str
     stored_name: Callable[[str], str] = str
 
@@ -74,6 +81,26 @@ QWEN2 = Family(
     **NO_BIASES | {"qkv_bias": True},
     slides=late_layers,
     by_layer=True,
+)
+QWEN35 = Family(
+    qwen35.ARCHITECTURE,
+    qwen35.DEFAULTS,
+    **NO_BIASES,
+    head_norm=True,
+    prepare=qwen35.with_flat_rope,
+    constants=qwen35.read_constants,
+    recurrence=qwen35.read_recurrence,
+)
+LFM2 = Family(
+    lfm2.ARCHITECTURE,
+    lfm2.DEFAULTS,
+    **NO_BIASES,
+    head_norm=True,
+    theta=lfm2.THETA,
+    prepare=lfm2.with_usual_fields,
+    recurrence=lfm2.read_recurrence,
+    own_name=lfm2.own_name,
+    stored_name=lfm2.stored_name,
 )
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -125,34 +152,68 @@ FAMILIES = {
         always_slides=True,
         prepare=phi.with_rotated_share,
     ),
-    qwen35.MODEL_TYPE: Family(
-        qwen35.ARCHITECTURE,
-        qwen35.DEFAULTS,
-        **NO_BIASES,
+    qwen35.MODEL_TYPE: QWEN35,
+    lfm2.MODEL_TYPE: LFM2,
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768, "use_sliding_window": False},
+        mlp_bias=False,
         head_norm=True,
-        prepare=qwen35.with_flat_rope,
-        constants=qwen35.read_constants,
-        recurrence=qwen35.read_recurrence,
+        slides=all_layers,
+        experts=experts.read_qwen3_moe,
     ),
-    qwen35.NEXT_TYPE: Family(
-        qwen35.NEXT_ARCHITECTURE,
-        qwen35.NEXT_DEFAULTS,
-        **NO_BIASES,
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {"num_key_value_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        mlp_bias=False,
         head_norm=True,
-        prepare=qwen35.with_flat_rope,
-        constants=qwen35.read_constants,
+        constants=lambda fields: {"joint_norm": True},
+        experts=experts.read_olmoe,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+        **NO_BIASES,
+        theta=1e6,
+        slides=all_layers,
+        always_slides=True,
+        experts=experts.read_mixtral,
+        own_name=experts.own_name,
+        stored_name=partial(experts.stored_name, "block_sparse_moe"),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            **{"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            **{"attention_bias": True, "sliding_window": 128},
+        },
+        mlp_bias=False,
+        theta=150000.0,
+        slides=even_layers,
+        by_layer=True,
+        always_slides=True,
+        constants=lambda fields: {"sinks": True},
+        experts=experts.read_gpt_oss,
+        own_name=experts.own_name,
+    ),
+    "qwen3_5_moe_text": replace(
+        QWEN35,
+        architecture="Qwen3_5MoeForCausalLM",
+        defaults=qwen35.DEFAULTS | {"num_key_value_heads": 2},
+        experts=experts.read_qwen3_5_moe,
+    ),
+    qwen35.NEXT_TYPE: replace(
+        QWEN35,
+        architecture=qwen35.NEXT_ARCHITECTURE,
+        defaults=qwen35.NEXT_DEFAULTS,
         recurrence=partial(qwen35.read_recurrence, fused=tuple(PARTS)),
+        experts=experts.read_qwen3_next,
     ),
-    lfm2.MODEL_TYPE: Family(
-        lfm2.ARCHITECTURE,
-        lfm2.DEFAULTS,
-        **NO_BIASES,
-        head_norm=True,
-        theta=lfm2.THETA,
-        prepare=lfm2.with_usual_fields,
-        recurrence=lfm2.read_recurrence,
-        own_name=lfm2.own_name,
-        stored_name=lfm2.stored_name,
+    "lfm2_moe": replace(
+        LFM2,
+        architecture="Lfm2MoeForCausalLM",
+        defaults=lfm2.DEFAULTS | {"hidden_size": 2048, "block_auto_adjust_ff_dim": False},
+        experts=experts.read_lfm2_moe,
     ),
 }
 REFUSED = {  # architectures that are known, and why they are not run

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outpace.core.errors import UserError
+from outpace.models.llama.config import experts
 from outpace.models.llama.config.fields import (
     FULL,
     check_layers,
@@ -81,7 +82,7 @@ def own_name(name: str) -> str:
     for part, ours in NAMES.items():
         if f".{part}." in name:
             return name.replace(f".{part}.", f".{ours}.")
-    return name
+    return experts.own_name(name)
 
 
 def stored_name(name: str) -> str:
@@ -89,4 +90,4 @@ def stored_name(name: str) -> str:
     for part, ours in NAMES.items():
         if f".{ours}." in name:
             return name.replace(f".{ours}.", f".{part}.")
-    return name
+    return experts.stored_name("feed_forward", name)

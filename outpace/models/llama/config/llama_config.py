@@ -11,6 +11,7 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import gemma, phi
+from outpace.models.llama.config.experts import COUNTS, Experts
 from outpace.models.llama.config.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -92,6 +93,10 @@ class LlamaConfig:
     output_gate: bool = False  # whether heads are multiplied by the sigmoid of a gate, projected with the queries
     recurrence: Recurrence | None = None  # sizes of the recurrent layers
     recurrent_layers: tuple[bool, ...] = ()  # (): none
+    experts: Experts | None = None  # of the layers whose MLP is a mixture of experts
+    expert_layers: tuple[bool, ...] = ()  # (): none
+    joint_norm: bool = False  # whether all heads' queries, and all keys, are normed as one vector, not by head
+    sinks: bool = False  # whether each head has a score that takes a share of the softmax and adds nothing
 
     @property
     def attention_scale(self) -> float:
@@ -133,6 +138,9 @@ class LlamaConfig:
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
+    def has_experts(self, layer: int) -> bool:
+        return bool(self.expert_layers) and self.expert_layers[layer]
+
     def token_bytes(self, kv_dtype: str) -> int:
         """Return the bytes of keys and values per token, all layers together."""
         scales = 2 * num_scales(self.head_dim) if kv_dtype == "int8" else 0
@@ -164,6 +172,7 @@ class LlamaConfig:
             rotary_layers=tuple(self.rotates(layer) for layer in layers) if self.rotary_layers else (),
             local_layers=tuple(self.local_layers[layer] for layer in layers) if self.local_layers else (),
             recurrent_layers=tuple(map(self.is_recurrent, layers)) if self.recurrent_layers else (),
+            expert_layers=tuple(map(self.has_experts, layers)) if self.expert_layers else (),
         )
 
 
@@ -181,9 +190,12 @@ def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> Llama
     recurrence, recurrent_layers = family.recurrence(fields, num_layers) if family.recurrence else (None, ())
     if not any(recurrent_layers):
         recurrence, recurrent_layers = None, ()
+    experts, expert_layers = family.experts(fields, num_layers) if family.experts else (None, ())
+    if not any(expert_layers):
+        experts, expert_layers = None, ()
     return LlamaConfig(
         vocab_size=size(fields, "vocab_size"),
-        intermediate_size=size(fields, "intermediate_size"),
+        intermediate_size=size(fields, "intermediate_size", experts.width if experts and all(expert_layers) else None),
         num_layers=num_layers,
         **heads,
         rms_norm_eps=number(fields, "rms_norm_eps", 1e-6, 1.0),
@@ -204,6 +216,8 @@ def from_dict(config: Mapping[str, Any], asked: set[str] | None = None) -> Llama
         local_layers=read_local_layers(model_type, fields, num_layers),
         recurrence=recurrence,
         recurrent_layers=recurrent_layers,
+        experts=experts,
+        expert_layers=expert_layers,
         **family.constants(fields),
     )
 
@@ -237,6 +251,8 @@ def _layer_shapes(config: LlamaConfig, layer: int) -> dict[str, tuple[int, ...]]
         norms += [gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     shapes |= _recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
+    if config.has_experts(layer):
+        return shapes | _expert_shapes(config)
     shapes |= _matrix_shapes("mlp", gates, hidden, config.mlp_bias)
     return shapes | _matrix_shapes("mlp", {"down_proj": hidden}, middle, config.mlp_bias)
 
@@ -248,7 +264,26 @@ def _attention_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     shapes = _matrix_shapes("self_attn", qkv, config.hidden_size, config.attention_bias)
     shapes |= _matrix_shapes("self_attn", {"o_proj": config.hidden_size}, queries, config.output_bias)
     if config.head_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        widths = (queries, keys) if config.joint_norm else (config.head_dim, config.head_dim)
+        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
+    return shapes | ({"self_attn.sinks": (config.num_heads,)} if config.sinks else {})
+
+
+def _expert_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a mixture of experts' tensors. Files that store all experts as one tensor are read under
+    these names too."""
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    shapes = _matrix_shapes("mlp", {"gate": experts.count}, hidden, experts.has_biases)
+    if experts.corrects_choice:
+        shapes["mlp.gate.e_score_correction_bias"] = (experts.count,)
+    parts = [(f"mlp.experts.{number}", experts.width, experts.has_biases) for number in range(experts.count)]
+    if experts.shared_width:
+        parts.append(("mlp.shared_expert", experts.shared_width, False))
+        shapes |= {"mlp.shared_expert_gate.weight": (1, hidden)} if experts.gates_shared else {}
+    for part, width, has_biases in parts:
+        shapes |= _matrix_shapes(part, {"gate_proj": width, "up_proj": width}, hidden, has_biases)
+        shapes |= _matrix_shapes(part, {"down_proj": hidden}, width, has_biases)
     return shapes
 
 
@@ -282,6 +317,8 @@ def _matrix_shapes(part: str, matrices: Mapping[str, int], inputs: int, has_bias
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     activations = dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATIONS[family.activation])
     for name, harmless in (REFUSED_UNLESS | activations).items():
+        if family.experts and name in COUNTS:
+            continue
         value = fields.get(name)
         if value is not None and value not in harmless:
             raise unsupported_field(f"{name} {value!r:.200}")

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
 }
-NEXT_DEFAULTS = {**DEFAULTS, "vocab_size": 151936, "num_key_value_heads": 2, "num_experts": 512}
+NEXT_DEFAULTS = {**DEFAULTS, "vocab_size": 151936, "num_key_value_heads": 2}
 VISION_ROPE = ("mrope_section", "mrope_interleaved")  # positions of images; those of text are equal in all sections
 
 
@@ -46,7 +46,7 @@ def read_recurrence(
     fields: Mapping[str, Any], num_layers: int, fused: tuple[str, ...] = ()
 ) -> tuple[Recurrence, tuple[bool, ...]]:
     """Return the sizes of the delta nets, and which layers have one. `fused`: see `Recurrence`."""
-    counts = {
+    counts: dict[str, Any] = {
         "key_heads": size(fields, "linear_num_key_heads", 16),
         "value_heads": size(fields, "linear_num_value_heads", 32),
         "key_depth": size(fields, "linear_key_head_dim", 128),

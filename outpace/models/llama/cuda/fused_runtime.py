@@ -97,6 +97,7 @@ class FusedLlama(GraphLlama):
             return super()._mlp(number, x, sessions)
         layer = self._layers[number]
         gated = triton_kernels.gated(self._apply_normed(layer.gate_up, x), self.config.activation == GELU)
+        assert layer.down is not None
         return self._add(layer.down, layer.down_norm, gated, x)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:

@@ -48,6 +48,8 @@ def read_formats(kernels: Any) -> tuple[str, ...]:
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
     """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
     sizes = config.recurrence
+    if config.experts or config.sinks or config.joint_norm:
+        raise UnsupportedShape("native kernels have no mixtures of experts, attention sinks and joint norms of heads")
     if not config.num_attention_layers:
         raise UnsupportedShape(f"none of the {config.num_layers} layers has attention, native kernels need one")
     depths = {"channels": sizes.channels} if sizes else {}

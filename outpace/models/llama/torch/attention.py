@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -57,12 +58,13 @@ class ExactAttention:
     dtype = torch.float64
     factor_dtype = torch.complex128
 
-    def __init__(self, bounds: Tensor, device: torch.device) -> None:
+    def __init__(self, bounds: Tensor, device: torch.device, sinks: Tensor | None = None) -> None:
         """Take the bounds of each head's queries and keys (norms), then of each value head (entries).
 
-        `bounds` [heads + 2 kv_heads, 2]; the second column is 1 for a value head.
+        `bounds` [heads + 2 kv_heads, 2]; the second column is 1 for a value head. `sinks` [heads]: see `LayerWeights`.
         """
         constants = [grid_constant(float(b), _VALUE_BITS if is_value else _HALF_BITS) for b, is_value in bounds]
+        self._sinks = None if sinks is None else sinks.double()
         self._grid = torch.tensor(constants, dtype=torch.float64, device=device)[:, None]  # [heads + 2 kv_heads, 1]
 
     def prepare(self, qkv: Tensor, factors: Tensor) -> Tensor:
@@ -86,7 +88,7 @@ class ExactAttention:
         scores = _folded_scores(query, keys[None], torch.bmm)
         if mask is not None:
             scores[..., -mask.shape[-1] :].add_(mask)
-        out.copy_(_weighted_sum(exact_weights(scores), values[None]))
+        out.copy_(_weighted_sum(_weights_with(self._sinks, scores, exact_weights), values[None]))
 
 
 def fold_heads(query: Tensor, batch: int, groups: int) -> Tensor:
@@ -117,8 +119,8 @@ class FastAttention:
 
     factor_dtype = torch.complex64
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, sinks: Tensor | None = None) -> None:
+        self.dtype, self._sinks = dtype, None if sinks is None else sinks.float()
 
     def prepare(self, qkv: Tensor, factors: Tensor) -> Tensor:
         """Rotate queries, keys and values, in the model's dtype: [nodes, heads + 2 kv_heads, d]"""
@@ -130,6 +132,13 @@ class FastAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """Do the same as `ExactAttention.attend`, in the model's dtype."""
+        if self._sinks is not None:  # torch's fused attention has none
+            scores = _folded_scores(query, keys[None], _float_product)
+            if mask is not None:
+                scores[..., -mask.shape[-1] :].add_(mask)
+            weights = _weights_with(self._sinks, scores, partial(torch.softmax, dim=-1))
+            out.copy_(_weighted_sum(weights.to(values.dtype), values[None]))
+            return
         wide = None if mask is None else F.pad(mask.to(query.dtype), (keys.shape[1] - mask.shape[1], 0))
         if query.device.type == "cuda":
             with _SDPA_SETTING, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -254,6 +263,15 @@ def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     batch, groups, _, nodes, _ = weights.shape
     attended = torch.bmm(weights.flatten(2, 3).flatten(0, 1), values.flatten(0, 1))
     return unfold_heads(attended.unflatten(0, (batch, groups)), nodes)
+
+
+def _weights_with(sinks: Tensor | None, scores: Tensor, softmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute the weights of slots from scores [batch, kv_heads, shared, nodes, slots], less what the heads' sinks
+    take."""
+    if sinks is None:
+        return softmax(scores)
+    column = sinks.view(scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return softmax(torch.cat([scores, column], -1))[..., :-1]
 
 
 def _float_product(query: Tensor, keys: Tensor) -> Tensor:

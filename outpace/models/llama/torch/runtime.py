@@ -31,6 +31,7 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
+from outpace.models.llama.torch.experts import ROUTER, ExpertWeights
 from outpace.models.llama.torch.linear import (
     COUNTS,
     HEAD_COUNTS,
@@ -40,7 +41,7 @@ from outpace.models.llama.torch.linear import (
     find_row_counts,
     pad_rows,
 )
-from outpace.models.llama.torch.recurrent import RecurrentPass, gate, norm_heads, silu
+from outpace.models.llama.torch.recurrent import RecurrentPass, gate, halved_sum, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
 from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
@@ -88,6 +89,9 @@ class Llama(Model):
         if config.num_recurrent_layers:
             self.capabilities = self.capabilities - {Capability.LENGTH, Capability.MLP_BIAS}
             self.chunk = READ_TOGETHER
+        if config.experts:
+            self.capabilities = self.capabilities - {Capability.MLP_BIAS}
+        self._distinct: list[Tensor] = []  # numbers of experts that layers applied in the last pass
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
@@ -95,11 +99,18 @@ class Llama(Model):
         if exact and not self.exact:
             raise UserError(f"exact mode is not available for {self.dtype} on {self.device}, {self.exact_where}")
         self._attention: list[ExactAttention | FastAttention] = [
-            ExactAttention(layer.bounds, self.device) if self.exact else FastAttention(self.dtype) for layer in layers
+            ExactAttention(layer.bounds, self.device, layer.sinks)
+            if self.exact
+            else FastAttention(self.dtype, layer.sinks)
+            for layer in layers
         ]
         self._rope = RopeTables(config, self._attention[0].factor_dtype, self.device)
         self.kv_dtype, self._kv_format = kv_dtype, KVFormat(kv_dtype, self._attention[0].dtype, config.head_dim)
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
+
+    @property
+    def distinct_experts(self) -> float:
+        return float(torch.stack(self._distinct).float().mean()) if self._distinct else 0.0
 
     @property
     def token_bytes(self) -> int:
@@ -119,8 +130,11 @@ class Llama(Model):
         shapes = tensor_shapes(self.config)
         if not self.config.tie_embeddings:
             del shapes["model.embed_tokens.weight"]  # a pass reads only some of its rows
+        experts = self.config.experts
+        share = experts.chosen / experts.count if experts else 1.0  # a row reads the chosen ones
+        total = sum(math.prod(shape) * (share if ".experts." in name else 1) for name, shape in shapes.items())
         missing = self.config.vocab_size - self._reduced.num_rows if self._reduced else 0
-        return (sum(map(math.prod, shapes.values())) - missing * self.config.hidden_size) * self.dtype.itemsize
+        return int(total - missing * self.config.hidden_size) * self.dtype.itemsize
 
     @property
     def output_bytes(self) -> int:
@@ -166,7 +180,7 @@ class Llama(Model):
         tensor = split_fused(config, tensor)
 
         def fetch(name: str) -> Tensor:
-            return tensor(name).to(device=device, dtype=dtype)
+            return tensor(name).to(device=device, dtype=torch.float32 if ROUTER in name else dtype)
 
         layers = []
         for number in range(config.num_layers):
@@ -218,6 +232,7 @@ class Llama(Model):
     def _score_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> TargetOutput:
         """Return logits, and hidden states in the model's dtype: [layers, hidden rows, hidden]"""
         self._keep_read(forest)
+        self._distinct = []
         sessions: list[SessionRows] = []
         for part in forest:
             first = sessions[-1].rows.stop if sessions else 0
@@ -309,11 +324,23 @@ class Llama(Model):
 
     def _mlp(self, number: int, x: Tensor, sessions: Sequence[SessionRows] = ()) -> Tensor:
         layer = self._layers[number]
+        if layer.experts is not None:
+            return self._mix_experts(layer, layer.experts, x, sessions[-1].rows.stop)
+        assert layer.down is not None
         gate, up = self._apply_normed(layer.gate_up, x).chunk(2, dim=-1)
         for rows in sessions:
             if rows.mlp_bias is not None:
                 up[rows.rows] += rows.mlp_bias[..., number, :].to(up)
         return self._add(layer.down, layer.down_norm, self._activation(gate).mul_(up), x)
+
+    def _mix_experts(self, layer: LayerWeights, experts: ExpertWeights, x: Tensor, count: int) -> Tensor:
+        """Add the mixture of experts of the first `count` rows, those without padding, to the residual."""
+        wide = torch.float64 if self.exact else torch.float32
+        logits, normed = self._apply_normed(layer.gate_up, x.float()), self._norm(x, experts.norm)
+        total, ids = experts.apply(logits[:count], normed, self.row_counts, wide)
+        self._distinct.append((ids.flatten().sort().values.diff() != 0).sum() + 1)
+        total = experts.add_shared(total, normed, self.row_counts, wide)
+        return x + F.pad(total, (0, 0, 0, len(x) - count)).to(x.dtype)
 
     def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:
         """Store one session's new keys and values, and write the attention of its nodes to `out`."""
@@ -393,9 +420,12 @@ class Llama(Model):
 
     def _norm_heads(self, qkv: Tensor, weight: Tensor) -> Tensor:
         """Norm queries and keys head by head; values stay. [rows, (heads + 2 kv_heads) * head_dim]"""
-        heads = qkv.unflatten(1, (-1, self.config.head_dim))
+        heads, config = qkv.unflatten(1, (-1, self.config.head_dim)), self.config
         norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, heads.., 1]
         divisor = torch.hypot(norm, self._head_norm_floor)
+        if config.joint_norm:
+            for heads_of in (slice(config.num_heads), slice(config.num_heads, config.num_heads + config.num_kv_heads)):
+                divisor[:, heads_of] = halved_sum(divisor[:, heads_of].square(), 1).sqrt()[:, None]
         divisor[:, -self.config.num_kv_heads :].fill_(1)  # not `= 1`, which a capture takes for a copy from the host
         return (heads / divisor * weight).flatten(1).to(qkv.dtype)
 
@@ -416,8 +446,9 @@ class Llama(Model):
 
     def _linears(self) -> list[tuple[Linear, int]]:
         """Return a layer's products as a pass calls them, with their input widths: of the first layer of each kind."""
-        recurrent = [self.config.is_recurrent(number) for number in range(self.config.num_layers)]
-        return [one for kind in {*recurrent} for one in self._linears_of(recurrent.index(kind))]
+        layers = range(self.config.num_layers)
+        kinds = list(zip(map(self.config.is_recurrent, layers), map(self.config.has_experts, layers), strict=True))
+        return [one for kind in {*kinds} for one in self._linears_of(kinds.index(kind))]
 
     def _linears_of(self, number: int) -> list[tuple[Linear, int]]:
         layer, hidden, config = self._layers[number], self.config.hidden_size, self.config
@@ -429,7 +460,16 @@ class Llama(Model):
         sizes, mixed = config.recurrence, config.num_heads * config.head_dim
         if sizes and config.is_recurrent(number):
             mixed = sizes.value_width or sizes.channels
-        wide = [(layer.output, mixed), (layer.down, config.intermediate_size)]
+        gate_up, wide = layer.gate_up.linear, [(layer.output, mixed)]
+        if layer.down is not None:
+            wide.append((layer.down, config.intermediate_size))
         if not config.sandwich_norms:
             wide = [(with_residual(linear), inputs) for linear, inputs in wide]
-        return [(layer.qkv.linear, hidden), (layer.gate_up.linear, hidden), *wide]
+        if layer.experts is not None:
+            return [
+                (layer.qkv.linear, hidden),
+                (lambda x, residual=None: gate_up(x.float()), hidden),
+                *wide,
+                *layer.experts.linears(hidden),
+            ]
+        return [(layer.qkv.linear, hidden), (gate_up, hidden), *wide]

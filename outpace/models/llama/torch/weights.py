@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outpace.models.llama.config import gemma
 from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.torch.experts import ExpertWeights, load_experts
 from outpace.models.llama.torch.linear import Linear, pack
 from outpace.models.llama.torch.recurrent import RecurrentWeights
 
@@ -37,18 +38,22 @@ class LayerWeights:
     `head_norm` [heads + 2 kv_heads, head_dim]: the weights of queries' and keys' own norms times sqrt(head_dim), and 1
     for values; None if heads are not normed. `bounds` [heads + 2 kv_heads, 2]: for any input, the largest norm of each
     rotated query and key head, and the largest entry of each value head; the second column is 1 for value heads.
-    `output_norm`, `down_norm` [hidden]: weights, times sqrt(hidden), of the norms after attention and MLP.
+    `output_norm`, `down_norm` [hidden]: weights, times sqrt(hidden), of the norms after attention and MLP. In a layer
+    with `experts`, `gate_up` is the router, in float32, and there is no `down`. `sinks` [heads]: scores that take a
+    share of each head's softmax and add nothing.
     """
 
     qkv: Normed
     output: Linear
     gate_up: Normed
-    down: Linear
+    down: Linear | None
     head_norm: Tensor | None
     bounds: Tensor
     output_norm: Tensor | None = None
     down_norm: Tensor | None = None
     recurrent: RecurrentWeights | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
 
 
 def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWeights:
@@ -56,8 +61,6 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
     config = config if number == 0 else replace(config, takes_features=False)
     prefix = f"model.layers.{number}."
     input_norm, mlp_norm = _input_norm(config, fetch, prefix), _norm(config, fetch, prefix + config.mlp_norm)
-    names = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
-    gate_up_bias = torch.cat([fetch(f"{name}.bias") for name in names]) if config.mlp_bias else None
 
     def norm_after(name: str) -> Tensor | None:
         return _scaled(_norm(config, fetch, prefix + name)) if config.sandwich_norms else None
@@ -65,14 +68,22 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
     def linear(name: str, has_bias: bool) -> Linear:
         return pack(fetch(f"{prefix}{name}.weight"), fetch(f"{prefix}{name}.bias") if has_bias else None)
 
-    gate_up = _normed(torch.cat([fetch(f"{name}.weight") for name in names]), gate_up_bias, mlp_norm)
-    down = linear("mlp.down_proj", config.mlp_bias)
+    experts, down = None, None
+    if config.experts and config.has_experts(number):
+        bias = fetch(f"{prefix}mlp.gate.bias") if config.experts.has_biases else None
+        gate_up = _normed(fetch(f"{prefix}mlp.gate.weight"), bias, mlp_norm)
+        experts = load_experts(config.experts, f"{prefix}mlp.", _scaled(mlp_norm), fetch)
+    else:
+        names = [f"{prefix}mlp.{name}_proj" for name in ("gate", "up")]
+        bias = torch.cat([fetch(f"{name}.bias") for name in names]) if config.mlp_bias else None
+        gate_up = _normed(torch.cat([fetch(f"{name}.weight") for name in names]), bias, mlp_norm)
+        down = linear("mlp.down_proj", config.mlp_bias)
     if config.recurrence and config.is_recurrent(number):
         part = "linear_attn." if config.recurrence.is_delta_net else "conv."
         inputs = [fetch(f"{prefix}{part}in_proj{end}.weight") for end in _RECURRENT_INPUTS[part]]
         qkv, output = _normed(torch.cat(inputs), None, input_norm), linear(f"{part}out_proj", False)
         recurrent = _load_recurrent(prefix + part, fetch)
-        return LayerWeights(qkv, output, gate_up, down, None, torch.empty(0, 2), recurrent=recurrent)
+        return LayerWeights(qkv, output, gate_up, down, None, torch.empty(0, 2), recurrent=recurrent, experts=experts)
     weight, bias = _fused_qkv(config, prefix + "self_attn.", fetch)
     head_norm = _head_norm(config, prefix + "self_attn.", fetch) if config.head_norm else None
     gates = [fetch(f"{prefix}self_attn.output_gate.weight")] if config.output_gate else []
@@ -85,6 +96,8 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
         bounds=_bounds(config, number, weight, input_norm, bias, head_norm),
         output_norm=norm_after(gemma.ATTENTION_NORM),
         down_norm=norm_after(gemma.MLP_OUTPUT_NORM),
+        experts=experts,
+        sinks=fetch(f"{prefix}self_attn.sinks") if config.sinks else None,
     )
 
 
@@ -176,10 +189,10 @@ def _interleave(weight: Tensor, head_dim: int) -> Tensor:
 
 def _head_norm(config: LlamaConfig, prefix: str, fetch: FetchTensor) -> Tensor:
     counts = {"q": config.num_heads, "k": config.num_kv_heads}
-    rows = [
-        _scaled(_interleave(_norm(config, fetch, f"{prefix}{name}_norm"), config.head_dim)).expand(count, -1)
-        for name, count in counts.items()
-    ]
+    rows = []
+    for name, count in counts.items():  # [1, head_dim], or of a joint norm [heads, head_dim]
+        weights = _scaled(_interleave(_norm(config, fetch, f"{prefix}{name}_norm"), config.head_dim))
+        rows.append(weights.view(-1, config.head_dim).expand(count, -1))
     return torch.cat([*rows, torch.ones_like(rows[1])])
 
 
