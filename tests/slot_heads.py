@@ -95,12 +95,8 @@ class SlotReference(BlockReference):
         inner, places, name = self._norm(x, "context.input_layernorm"), np.arange(len(x)), "context.self_attn."
         query, key, value = (inner @ self._of(f"{name}{part}_proj.weight").T for part in "qkv")
         query, key = (self._heads(part, places, f"{name}{of}_norm") for part, of in ((query, "q"), (key, "k")))
-        group = query.shape[1] // key.shape[1]
-        scores = np.einsum("hd,khd->hk", query[-1], np.repeat(key, group, axis=1)) / np.sqrt(DEPTH)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        value = np.repeat(value.reshape(len(x), -1, DEPTH), group, axis=1)
-        return self._of(f"{name}o_proj.weight") @ np.einsum("hk,khd->hd", weights, value).reshape(-1)
+        value = value.reshape(len(x), -1, DEPTH)
+        return self._of(f"{name}o_proj.weight") @ self._weighted(query[-1], key, value)
 
 
 def reference_of(target: Path, variant: str, mistake: str = "") -> SlotReference:
