@@ -220,7 +220,6 @@ class NativeLlama(Model):
     exact = True
     device = "cpu"
     precision = INT8
-    session_type: type[NativeSession] = NativeSession
     usual_kv = NATIVE_KV  # the type of keys and values that a profile does not name
     capabilities = frozenset(Capability)  # without recurrent layers
 
@@ -252,6 +251,7 @@ class NativeLlama(Model):
         self._threads = options.threads or num_cores()
         self._models = {self._threads: self._with_threads(self._threads)}
         self._share = threading.local()  # .threads: number of threads for the passes of a thread that leaves cores idle
+        self._storing: Any = None  # a kernels' model that only stores keys and values
         self._skipped: np.ndarray | None = None  # bool [layers, (attention, MLP)]
         self.kept_tokens: KeptTokens | None = None  # of an output layer that is reduced while the model runs
 
@@ -305,10 +305,11 @@ class NativeLlama(Model):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(layer.bytes for layer in self._layers) + self._head_bytes
+        return sum(layer.bytes for layer in self._layers) + self.output_bytes
 
     @property
-    def _head_bytes(self) -> int:
+    def output_bytes(self) -> int:
+        """Bytes of the output layer that a pass reads."""
         head, kept = self.ends.head, self.kept_tokens
         return int(head.bytes * len(kept.kept.ids) / head.outputs) if kept else int(head.bytes)
 
@@ -360,7 +361,23 @@ class NativeLlama(Model):
     def open(self, capacity: int, max_pending: int) -> NativeSession:
         capacity = min(capacity, self.max_positions)
         self.rope_table.grow_to(min(capacity + max_pending, self.max_positions))
-        return self.session_type(capacity, max_pending, self)
+        return NativeSession(capacity, max_pending, self)
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        rows = np.empty((len(tokens), self.config.hidden_size), np.float32)
+        self.ends.embedding.read(np.array(tokens, np.int32), rows)
+        return rows
+
+    def limit_window(self, tokens: int) -> None:
+        for layer in self._layers:
+            layer.window = min(layer.window or tokens, tokens)
+
+    def store_inputs(self, parts: Sequence[Part]) -> None:
+        """Store the keys and values of the parts' inputs in every layer, and compute nothing else."""
+        if self._storing is None:
+            self._storing = self._with_threads(self._threads, [layer.to_kv_only() for layer in self._layers])
+        forest, none = self._forest(parts), np.empty((0, self._storing.outputs), np.float32)
+        self._storing.forward(*forest.arrays(self.rope_table.table), none, **forest.extras)
 
     def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
@@ -393,7 +410,7 @@ class NativeLlama(Model):
         if self.kept_tokens is None:
             return None
         first, (count, _) = self.kept_tokens.first, self._known(self.kept_tokens.kept.ids)
-        return ReducedOutput(first, count - first, self.vocab_size, self._head_bytes / self.weight_bytes)
+        return ReducedOutput(first, count - first, self.vocab_size, self.output_bytes / self.weight_bytes)
 
     def reduce_output(self, tokens: int | None) -> None:
         head, kept = self.ends.head, self.ends.kept

@@ -151,7 +151,7 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
     def norm(name: str, is_there: bool) -> list[float]:
         return _norm(config, fetch, prefix + name).tolist() if is_there else []
 
-    return packing.kernels.Layer(
+    layer = packing.kernels.Layer(
         _state_norm(config, fetch, prefix),
         _norm(config, fetch, prefix + config.mlp_norm),
         _qkv(packing, config, attention, fetch),
@@ -167,6 +167,8 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         mlp_output_norm=norm(gemma.MLP_OUTPUT_NORM, config.sandwich_norms),
         **({"token_norm": norm("input_layernorm", True)} if config.takes_features else {}),
     )
+    layer.is_causal = config.is_causal(number)
+    return layer
 
 
 def _load_recurrent_layer(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
@@ -273,14 +275,16 @@ def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
     return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])
 
 
-def matrix_of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
-    """Pack a matrix without a bias, or only some of its rows."""
+def matrix_of_rows(
+    packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None, bias: Sequence[float] = ()
+) -> Any:
+    """Pack a matrix, or only some of its rows."""
     found = fetch.matrices(name)
     if found.blocks:
         part = found.blocks[0] if rows is None else replace(found.blocks[0], order=found.blocks[0].order[rows])
-        return stack_stored(packing, [part], [], fetch.rounded)
+        return stack_stored(packing, [part], bias, fetch.rounded)
     [weight] = found.floats()
-    return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]))
+    return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]), bias)
 
 
 @dataclass(frozen=True)
