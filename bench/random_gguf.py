@@ -18,7 +18,16 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScaling
 from outpace.models.text.text_stream import byte_alphabet
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q8_0": (0,),
+    "IQ4_NL": (0,),
+    "MXFP4": (),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,9 @@ class Shape:
     window: int = 0
     factor: float = 1.0  # linear rope scaling
     turning: int = 0  # entries of a head that rotate (LongRoPE), 0 for all
+    experts: int = 0  # of a layer, 0 for an MLP of `middle`
+    used: int = 0  # experts of a token
+    width: int = 0  # of an expert
 
 
 SHAPES = {
@@ -52,6 +64,13 @@ SHAPES = {
     "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
     "phi-4-mini": Shape("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 199742, 131072, "gpt-4o", theta=1e4, turning=96),
 }
+EXPERTS = {"experts": 128, "used": 8, "width": 768}
+SHAPES["qwen3-30b-a3b"] = Shape(
+    "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 151387, 40960, "qwen2", theta=1e6, **EXPERTS
+)
+SHAPES["olmoe"] = Shape(
+    "olmoe", 50304, 2048, 1024, 16, 16, 16, 128, 50009, 4096, "olmo", theta=1e4, experts=64, used=8, width=1024
+)
 TRAINED = 4096  # context length before LongRoPE
 
 
@@ -62,6 +81,8 @@ def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> n
     for start in SCALES[kind]:
         drawn[..., start] = 0
         drawn[..., start + 1] = 0x04 + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
+    if kind == "MXFP4":
+        drawn[..., 0] = 119  # 2^-8
     turned = np.stack([np.roll(drawn, turn, axis=1) for turn in range(64)], axis=1)
     return turned.reshape(-1, columns // block * size)[:rows]
 
@@ -98,6 +119,9 @@ def write_metadata(writer: GGUFWriter, shape: Shape) -> None:
         writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", shape.theta)
+    if shape.experts:
+        for key, count in (("count", shape.experts), ("used_count", shape.used), ("feed_forward_length", shape.width)):
+            writer.add_uint32(f"{name}.expert_{key}", count)
     if shape.window:
         writer.add_uint32(f"{name}.attention.sliding_window", shape.window)
     if shape.turning:
@@ -143,15 +167,32 @@ def matrices(shape: Shape) -> dict[str, tuple[int, int]]:
             "ffn_up": (2 * shape.middle, shape.hidden),
             "ffn_down": (shape.hidden, shape.middle),
         }
-    return {
+    attention = {
         "attn_q": (width, shape.hidden),
         "attn_k": (narrow, shape.hidden),
         "attn_v": (narrow, shape.hidden),
         "attn_output": (shape.hidden, width),
+    }
+    if shape.experts:
+        return attention
+    return attention | {
         "ffn_gate": (shape.middle, shape.hidden),
         "ffn_up": (shape.middle, shape.hidden),
         "ffn_down": (shape.hidden, shape.middle),
     }
+
+
+def add_experts(writer: GGUFWriter, shape: Shape, format: str, prefix: str, random: np.random.Generator) -> None:
+    """Write the experts of a layer, each with other weights, and a router that chooses them evenly."""
+    for name, rows, columns in (
+        ("gate", shape.width, shape.hidden),
+        ("up", shape.width, shape.hidden),
+        ("down", shape.hidden, shape.width),
+    ):
+        whole = blocks(random, format, shape.experts * rows, columns).reshape(shape.experts, rows, -1)
+        writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", whole, raw_dtype=GGMLQuantizationType[format])
+    router = random.normal(0, shape.hidden**-0.5, (shape.experts, shape.hidden)).astype(np.float32)
+    writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
 
 
 def main() -> None:
@@ -168,8 +209,8 @@ def main() -> None:
     write_metadata(writer, shape)
 
     def add(name: str, rows: int, columns: int) -> None:
-        kind = GGMLQuantizationType[asked.format]
-        writer.add_tensor(name, blocks(random, asked.format, rows, columns), raw_dtype=kind)
+        own = "Q8_0" if asked.format == "MXFP4" else asked.format  # as in files of gpt-oss, only experts have it
+        writer.add_tensor(name, blocks(random, own, rows, columns), raw_dtype=GGMLQuantizationType[own])
 
     add("token_embd.weight", shape.vocab, shape.hidden)
     norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
@@ -177,13 +218,17 @@ def main() -> None:
         for name, most in (("short", 1.2), ("long", 50.0)):
             factors = np.linspace(1.0, most, shape.turning // 2, dtype=np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
-    if shape.architecture in ("qwen3", "gemma3"):
+    if shape.architecture in ("qwen3", "qwen3moe", "gemma3"):
         norms |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.architecture == "olmoe":
+        norms |= {"attn_q_norm": shape.heads * shape.head_dim, "attn_k_norm": shape.kv_heads * shape.head_dim}
     if shape.architecture == "gemma3":
         norms |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
     for layer in range(shape.layers):
         for name, size in matrices(shape).items():
             add(f"blk.{layer}.{name}.weight", *size)
+        if shape.experts:
+            add_experts(writer, shape, asked.format, f"blk.{layer}.", random)
         for name, width in norms.items():
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(width, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
