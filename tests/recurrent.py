@@ -44,16 +44,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("Qwen3_5", QWEN),
     "equal": ("Qwen3_5", QWEN | {"linear_num_value_heads": 2, "tie_word_embeddings": True}),
     "wide": ("Qwen3_5", QWEN | {"linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 16}),
+    "next": ("Qwen3Next", QWEN | {"linear_num_value_heads": 6, "num_experts": 0}),
     "lfm2": ("Lfm2", LFM),
+}
+CONFIG_CLASSES = {
+    "Qwen3_5": transformers.Qwen3_5TextConfig,
+    "Qwen3Next": transformers.Qwen3NextConfig,
+    "Lfm2": transformers.Lfm2Config,
 }
 
 
 def make(name: str, folder: Path, **changes: Any) -> Any:
     """Write a random model to a folder, and return transformers' own."""
     family, fields = MODELS[name]
-    config_class = {"Qwen3_5": transformers.Qwen3_5TextConfig, "Lfm2": transformers.Lfm2Config}[family]
     torch.manual_seed(sum(map(ord, name)))
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**fields | changes)).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(CONFIG_CLASSES[family](**fields | changes)).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log"):
@@ -103,12 +108,16 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", **more: Any) -> Path:
+def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: bool = False, **more: Any) -> Path:
     """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms.
-    `more`: further metadata of the architecture."""
+    Qwen3-Next's heads keep their order, and its matrices stay fused if `is_old`. `more`: further metadata of the
+    architecture."""
     family, fields = MODELS[name]
     tensors = load_file(folder / "model.safetensors")
-    architecture, layers = {"Qwen3_5": "qwen35", "Lfm2": "lfm2"}[family], fields["num_hidden_layers"]
+    architectures = {"Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Lfm2": "lfm2"}
+    architecture, layers = architectures[family], fields["num_hidden_layers"]
+    if family == "Qwen3Next" and not is_old:
+        tensors = dict(entry for name, values in tensors.items() for entry in _split(name, values, fields))
     writer = gguf.GGUFWriter(path, architecture)
     has_mtp = any(name.startswith("mtp.") for name in tensors)
     metadata: dict[str, Any] = {
@@ -131,7 +140,8 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", **more: A
         metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
         metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
-        metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
+        if family == "Qwen3_5":
+            metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():
@@ -179,6 +189,8 @@ NAMES = {
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
@@ -196,7 +208,7 @@ def _converted(name: str, values: np.ndarray, fields: dict[str, Any]) -> tuple[s
     part = name.removeprefix(f"model.layers.{layer}.") if layer else name
     values = values[:, 0] if values.ndim == 3 else values
     if part.startswith("linear_attn."):
-        values = _tiled(part, values, fields)
+        values = values if "num_experts" in fields else _tiled(part, values, fields)
     elif "norm" in part and "linear_num_value_heads" in fields:
         values = values + np.float32(1)
     if part.endswith(("A_log", "dt_bias")):
@@ -219,3 +231,15 @@ def _tiled(part: str, values: np.ndarray, fields: dict[str, Any]) -> np.ndarray:
     if "out_proj" in part:
         return values[:, entries]
     return values if "norm" in part else values[order]
+
+
+def _split(name: str, values: np.ndarray, fields: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
+    """Split a fused matrix of queries, keys, values and gates, whose rows are in the order of key heads."""
+    if not name.endswith("in_proj_qkvz.weight"):
+        return [(name, values)]
+    heads, key, value = (fields[f"linear_{one}"] for one in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    wide = fields["linear_num_value_heads"] // heads * value
+    parts = np.split(values.reshape(heads, -1, values.shape[1]), np.cumsum([key, key, wide]), axis=1)
+    query, keys, value_rows, gates = (part.reshape(-1, values.shape[1]) for part in parts)
+    stem = name.removesuffix("qkvz.weight")
+    return [(f"{stem}qkv.weight", np.concatenate([query, keys, value_rows])), (f"{stem}z.weight", gates)]

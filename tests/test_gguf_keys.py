@@ -78,7 +78,7 @@ def llama_cpp_keys(section: type = Keys, name: str = "") -> Iterator[tuple[str, 
             yield name, value
 
 
-RECURRENT = {"qwen35": "grouped", "lfm2": "lfm2"}  # models of tests/recurrent.py
+RECURRENT = {"qwen35": "grouped", "qwen3next": "next", "lfm2": "lfm2"}  # models of tests/recurrent.py
 OURS = sorted({key.removeprefix("{arch}.") for _, key in llama_cpp_keys() if key.startswith("{arch}.")})
 
 

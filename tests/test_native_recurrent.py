@@ -252,14 +252,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
         patch.setitem(recurrent.MODELS, "native", ("Qwen3_5", recurrent.QWEN | sizes))
-        for name in ("native", "lfm2"):
+        patch.setitem(recurrent.MODELS, "next", ("Qwen3Next", recurrent.QWEN | sizes | {"num_experts": 0}))
+        for name in ("native", "next", "lfm2"):
             folder = tmp_path_factory.mktemp(name)
             model = recurrent.make(name, folder)
             found[name] = model, recurrent.write_gguf(folder, folder / "model.gguf", name, "Q8_0")
     return found
 
 
-@pytest.mark.parametrize("name", ["native", "lfm2"])
+@pytest.mark.parametrize("name", ["native", "next", "lfm2"])
 def test_a_files_logits_are_near_those_of_transformers(files: dict[str, tuple[Any, Path]], name: str) -> None:
     reference, file = files[name]
     ours, tokens = load_model(str(file), runtime="native").model, [3 * place % 250 + 3 for place in range(40)]

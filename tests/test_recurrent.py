@@ -20,7 +20,7 @@ from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Capability, Part, chain
 from outpace.models.files.checkpoint import Checkpoint
-from outpace.models.files.gguf.source import GgufCheckpoint
+from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
@@ -76,7 +76,7 @@ def test_logits_are_those_of_transformers(pairs: Callable[[str], Pair], name: st
 @pytest.mark.parametrize("name", recurrent.MODELS)
 def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: str, tmp_path: Path) -> None:
     pair = pairs(name)
-    file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", name)
+    file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", name, is_old=True)
     source, folder = GgufCheckpoint(file), Checkpoint.open(pair.folder)
     assert source.names() == folder.names()
     assert {one: source.shape(one) for one in source.names()} == {one: folder.shape(one) for one in source.names()}
@@ -84,6 +84,20 @@ def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: s
     got, expected = (one.score([chain(one.open(100, 100), TEXT, range(len(TEXT)))]) for one in (model, pair.model))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert model.config.recurrence.is_tiled == (name in ("grouped", "wide"))
+
+
+def test_matrices_may_be_fused_or_not(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    pair = pairs("next")
+    file = recurrent.write_gguf(pair.folder, tmp_path / "model.gguf", "next")
+    assert {"qkv", "z", "ba"} <= {name.rpartition("in_proj_")[2][:-7] for name in GgufCheckpoint(file).names()}
+    models = [load_model(file, runtime="llama").model, read(Checkpoint.open(convert(file, tmp_path / "cache")))]
+    for model in (*models, pair.model):
+        got = model.score([chain(model.open(100, 100), TEXT, range(len(TEXT)))])
+        torch.testing.assert_close(
+            got, pair.model.score([chain(pair.model.open(100, 100), TEXT, range(len(TEXT)))]), atol=1e-4, rtol=0
+        )
+    with pytest.raises(UserError, match="inputs are in another order than transformers expects"):
+        load_model(file, runtime="transformers")
 
 
 @pytest.mark.parametrize("name", recurrent.MODELS)
@@ -293,7 +307,7 @@ def files(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("files")
     return {
         name: str(recurrent.write_gguf(pairs(name).folder, folder / f"{name}.gguf", name))
-        for name in ("grouped", "equal", "lfm2")
+        for name in ("grouped", "equal", "next", "lfm2")
     }
 
 
@@ -308,7 +322,7 @@ def texts(file: str, prompts: list[str] = PROMPTS, params: SamplingParams = SAMP
 
 @pytest.fixture(scope="module")
 def plain(files: dict[str, str]) -> dict[str, list[Any]]:
-    return {name: texts(files[name], method="autoregressive") for name in ("grouped", "lfm2")}
+    return {name: texts(files[name], method="autoregressive") for name in files}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +353,7 @@ def test_texts_do_not_depend_on_the_method(
     assert texts(files[name], **options | named) == plain[name]
 
 
-@pytest.mark.parametrize("name", ["grouped", "lfm2"])
+@pytest.mark.parametrize("name", ["grouped", "equal", "next", "lfm2"])
 def test_transformers_writes_the_same_texts(
     pairs: Callable[[str], Pair], files: dict[str, str], plain: dict[str, list[Any]], name: str
 ) -> None:
@@ -352,9 +366,12 @@ def test_transformers_writes_the_same_texts(
         with LLM(folder, runtime="transformers", **options) as llm:
             got = [output.token_ids for output in llm.generate(PROMPTS, SAMPLED)]
         assert got == plain[name], options
-    if name != "lfm2":
-        with pytest.raises(UserError, match="value heads are in another order than transformers expects"):
+    if name in ("grouped", "next"):
+        with pytest.raises(UserError, match="are in another order than transformers expects"):
             load_model(files[name], runtime="transformers")
+    else:
+        with LLM(files[name], runtime="transformers", method="autoregressive") as llm:
+            assert [output.token_ids for output in llm.generate(PROMPTS, SAMPLED)] == plain[name]
 
 
 @pytest.mark.parametrize("name", ["grouped", "lfm2"])

@@ -20,11 +20,12 @@ from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.config.qwen35 import TILED
+from outpace.models.llama.config.qwen35 import FUSED, TILED
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
 
 TORCH = "torch"  # the extra
+OTHER_ORDERS = {TILED: "value heads", FUSED: "delta nets' inputs"}  # of GGUF files, by the fields that say so
 TRANSFORMERS = (TORCH, "torch", "transformers")  # the same, and what the runtime needs of it
 
 
@@ -294,8 +295,10 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         fields = read_json(source / "config.json")
         check_causal_lm(fields, source)
-        if isinstance(ours := fields.get("outpace"), Mapping) and ours.get(TILED):
-            order = "whose value heads are in another order than transformers expects"
+        ours = fields.get("outpace")
+        differing = [what for name, what in OTHER_ORDERS.items() if isinstance(ours, Mapping) and name in ours]
+        if differing:
+            order = f"whose {differing[0]} are in another order than transformers expects"
             raise UserError(f"{spec} is a GGUF file {order}: use the runtime llama")
     model, tokenizer = transformers_load.load(source, revision, options)
     return Loaded(model, tokenizer, _name(spec), model.config.to_dict(), notice=model.notice)

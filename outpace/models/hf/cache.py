@@ -21,7 +21,7 @@ from outpace.core.errors import UserError
 
 # placeholders for layers that share another layer's keys and values; before transformers 5.23 there are none
 _SHARING_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
-HYBRIDS = ("qwen3_5_text", "lfm2")  # whose recurrent layers continue from a copy of their states
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2")  # whose recurrent layers continue from a copy of their states
 
 
 class CacheLayout(NamedTuple):
@@ -154,7 +154,7 @@ def read_layout(config: Any) -> CacheLayout:
             raise UserError(
                 f"layer {number} keeps a {type(layer).__name__}, a state from which drafted tokens cannot be taken"
                 " back: the runtime transformers takes no models with recurrent or compressed memory, except"
-                f" {' and '.join(HYBRIDS)}"
+                f" {', '.join(HYBRIDS)}"
             )
     if any(isinstance(layer, recurrent) for layer in layers):
         return CacheLayout({"": None}, "its recurrent layers continue from a copy of their states")

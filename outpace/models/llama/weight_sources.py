@@ -16,6 +16,7 @@ import numpy as np
 from outpace.core.errors import UserError
 from outpace.models.llama.config import phi
 from outpace.models.llama.config.llama_config import LlamaConfig
+from outpace.models.llama.config.recurrence import INPUTS
 
 PREFIX = "model.layers."
 TensorGetter = Callable[[str], Any]
@@ -60,7 +61,7 @@ class StoredMatrix:
 
 
 def split_fused(config: LlamaConfig, fetch: TensorGetter) -> TensorGetter:
-    """Return a source with Llama's weight names for a checkpoint that fuses matrices, as those of Phi-3 do.
+    """Return a source with Llama's weight names for a checkpoint that fuses matrices, as Phi-3's and Qwen3-Next's do.
 
     The parts are rows of the fused matrix; those of queries and keys are reordered for the rotation. The rows of
     `self_attn.output_gate` come from the matrix of the queries.
@@ -90,6 +91,9 @@ def split_fused(config: LlamaConfig, fetch: TensorGetter) -> TensorGetter:
             "self_attn.q_norm": ("self_attn.q_norm", order),
             "self_attn.k_norm": ("self_attn.k_norm", order),
         }
+    if config.recurrence:
+        for name, (fused, rows) in config.recurrence.fused_rows().items():
+            parts[INPUTS + name] = INPUTS + fused, rows
     if not parts:
         return fetch
 

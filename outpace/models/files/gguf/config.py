@@ -116,6 +116,8 @@ RECURRENT_PARTS = LAYER_PARTS | {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -154,6 +156,7 @@ SSM = {  # of a delta net: the names in config.json
 HONOURED_BY = {
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
+    "qwen3next": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS},
     "lfm2": {"shortconv.l_cache"},
 }
 HARMLESS = {
@@ -262,12 +265,13 @@ def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _qwen35(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     """Translate Qwen3.5, 3.6 and 3.8. The file's value heads are in another order than in Hugging Face's checkpoint."""
+    start = f"{header.path}: {header.metadata['general.architecture']}."
     for name in SSM:
         if type(own.get(name)) is not int or own[name] < 1:
-            raise UserError(f"{header.path}: qwen35.{name} is {own.get(name)!r:.50}, it must be a whole number above 0")
+            raise UserError(f"{start}{name} is {own.get(name)!r:.50}, it must be a whole number above 0")
     inner, heads, listed = own["ssm.inner_size"], own["ssm.time_step_rank"], own.get(RECURRENT)
     if inner % heads:
-        raise UserError(f"{header.path}: qwen35.ssm.inner_size is {inner}, it must be a multiple of the {heads} heads")
+        raise UserError(f"{start}ssm.inner_size is {inner}, it must be a multiple of the {heads} heads")
     layers, kv_heads = _num_layers(header, own), own.get("attention.head_count_kv")
     interval = own.get(INTERVAL, 4)
     if isinstance(kv_heads, list):  # with 0 for recurrent layers
@@ -282,17 +286,24 @@ def _qwen35(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         **{field: own[name] for name, field in SSM.items() if name != "ssm.inner_size"},
         "linear_value_head_dim": inner // heads,
         qwen35.MTP_LAYERS: own["block_count"] - layers or None,
-        "outpace": {qwen35.TILED: True},
+        "outpace": {qwen35.TILED: True} if heads != own["ssm.group_count"] else None,
     }
+
+
+def _qwen3next(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate Qwen3-Next, whose value heads are in Hugging Face's order; some of its matrices stay fused."""
+    tensors = {"qkvz": ".ssm_in.weight", "ba": ".ssm_ba.weight"}
+    fused = [name for name, end in tensors.items() if any(stored.endswith(end) for stored in header.tensors)]
+    ours = {qwen35.FUSED: fused} if len(fused) < len(tensors) else None
+    return _qwen35(header, own) | {"model_type": qwen35.NEXT_TYPE, "num_experts": 0, "outpace": ours}
 
 
 def _num_layers(header: GgufHeader, own: Mapping[str, Any]) -> int:
     """Return the number of layers; `block_count` includes those for multi-token prediction, which come last."""
     count, extra = own["block_count"], own.get(MTP_BLOCKS) or 0
     if type(extra) is not int or not 0 <= extra < count:
-        raise UserError(
-            f"{header.path}: qwen35.{MTP_BLOCKS} is {extra!r:.50}, it must be less than block_count {count}"
-        )
+        start = f"{header.path}: {header.metadata['general.architecture']}."
+        raise UserError(f"{start}{MTP_BLOCKS} is {extra!r:.50}, it must be less than block_count {count}")
     return int(count) - extra
 
 
@@ -326,6 +337,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "gemma3": _gemma3,
     "phi3": _phi3,
     "qwen35": _qwen35,
+    "qwen3next": _qwen3next,
     "lfm2": _lfm2,
 }
 INTERLEAVED_ROPE = ("llama", "smollm3")

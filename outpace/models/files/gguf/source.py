@@ -24,11 +24,12 @@ from outpace.models.files.gguf.header import COMMON_TYPES, TensorEntry, ggml_typ
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.mxfp4 import MXFP4
 from outpace.models.files.reading import DTYPES, RawTensor, write_json, write_safetensors
+from outpace.models.llama.config.families import FAMILIES
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import FLOATS, StoredMatrix, StoredSize
 from outpace.models.options import Progress, silent
 
-FORMAT_VERSION = 5  # part of the folder's name: raise it when the output changes
+FORMAT_VERSION = 6  # part of the folder's name: raise it when the output changes
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 FILTERS = ("conv1d.weight", "conv.conv.weight")  # ends of names; Hugging Face's have one more dimension
@@ -261,14 +262,21 @@ def _is_complete(folder: Path) -> bool:
 def _write_folder(path: Path, folder: Path, progress: Progress) -> None:
     progress("reading", 0.0)
     with GgufCheckpoint(path) as source:
-        tensors = {name: (source.float_type(name), source.shape(name)) for name in source.names()}
+        family = FAMILIES[source.config["model_type"]]
+        names = {family.stored_name(name): name for name in source.names()}
+        tensors = {stored: (source.float_type(name), source.shape(name)) for stored, name in names.items()}
         _ = source.tokenizer  # refused before anything is written
         sizes = (prod(shape) * np.dtype(DTYPES[kind]).itemsize for kind, shape in tensors.values())
         _check_space(path, folder.parent, sum(sizes))
         with new_folder(folder) as temporary:
             write_json(temporary / "config.json", source.config)
             source.write_tokenizer(temporary)
-            write_safetensors(temporary / SINGLE, tensors, source.pieces, partial(progress, "converting"))
+            write_safetensors(
+                temporary / SINGLE,
+                tensors,
+                lambda stored: source.pieces(names[stored]),
+                partial(progress, "converting"),
+            )
     progress("done", 1.0)
 
 

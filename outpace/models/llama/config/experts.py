@@ -51,17 +51,22 @@ class Experts:
             )
 
 
-ExpertLayers = tuple[Experts, tuple[bool, ...]]  # and which layers have them
+ExpertLayers = tuple[Experts | None, tuple[bool, ...]]  # and which layers have them
 
 
 def read_experts(fields: Mapping[str, Any], num_layers: int, count: int, chosen: int, **constants: Any) -> ExpertLayers:
-    """Read experts in all layers but those that the config excepts. `count`, `chosen`: defaults; `constants`: fields of
-    `Experts` that the architecture fixes."""
-    counts = {name: size(fields, name) for name in COUNTS if fields.get(name) is not None} or {COUNTS[0]: count}
+    """Read experts in all layers but those that the config excepts; with 0 experts, all layers are dense.
+
+    `count`, `chosen`: defaults; `constants`: fields of `Experts` that the architecture fixes.
+    """
+    counts = {name: size(fields, name, smallest=0) for name in COUNTS if fields.get(name) is not None}
     if len({*counts.values()}) > 1:
-        raise UserError("{} is {}, it must be {} {}".format(*(one for pair in counts.items() for one in pair)))
+        raise UserError(" and ".join(f"{name} is {found}" for name, found in counts.items()) + ", they must be equal")
+    count = next(iter(counts.values()), count)
+    if not count:
+        return None, ()
     width = constants.pop("width", None) or size(fields, "moe_intermediate_size")
-    experts = Experts(counts.popitem()[1], size(fields, "num_experts_per_tok", chosen), width, **constants)
+    experts = Experts(count, size(fields, "num_experts_per_tok", chosen), width, **constants)
     step, dense = size(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
         raise UserError(f"mlp_only_layers is {dense!r:.200}, it must be a list of layers below {num_layers}")
@@ -143,3 +148,11 @@ def own_name(name: str) -> str:
             before, _, end = name.partition(part)
             return before + ours + ".".join(MATRICES.get(one, one) for one in end.split("."))
     return name
+
+
+def stored_name(part: str, name: str) -> str:
+    """Return the name of a tensor in checkpoints that call the MLP `part`, and its matrices w1, w2 and w3."""
+    before, found, end = name.partition(".mlp.")
+    numbers = {ours: theirs for theirs, ours in MATRICES.items()}
+    end = end.replace("gate.e_score_correction_bias", "expert_bias")
+    return ".".join([before, part, *(numbers.get(one, one) for one in end.split("."))]) if found else name

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models.llama.config import experts, gemma, lfm2, phi, qwen35
 from outpace.models.llama.config.experts import ExpertLayers
 from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
-from outpace.models.llama.config.recurrence import Recurrence
+from outpace.models.llama.config.recurrence import PARTS, Recurrence
 
 Fields = Mapping[str, Any]
 SILU, GELU = "silu", "gelu_pytorch_tanh"  # activations of the MLP's gate
@@ -48,7 +49,7 @@ class Family:
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
     `recurrence` reads the sizes of recurrent layers, and which layers these are; `experts` those of mixtures of
-    experts. `own_name`: Llama's name of a tensor.
+    experts. `own_name`: Llama's name of a tensor; `stored_name`: the checkpoint's, from Llama's.
     """
 
     architecture: str
@@ -70,6 +71,7 @@ class Family:
     recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
     experts: Callable[[Fields, int], ExpertLayers] | None = None
     own_name: Callable[[str], str] = str
+    stored_name: Callable[[str], str] = str
 
 
 NO_BIASES: dict[str, Any] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
@@ -98,6 +100,7 @@ LFM2 = Family(
     prepare=lfm2.with_usual_fields,
     recurrence=lfm2.read_recurrence,
     own_name=lfm2.own_name,
+    stored_name=lfm2.stored_name,
 )
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -176,6 +179,7 @@ FAMILIES = {
         always_slides=True,
         experts=experts.read_mixtral,
         own_name=experts.own_name,
+        stored_name=partial(experts.stored_name, "block_sparse_moe"),
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -197,6 +201,13 @@ FAMILIES = {
         architecture="Qwen3_5MoeForCausalLM",
         defaults=qwen35.DEFAULTS | {"num_key_value_heads": 2},
         experts=experts.read_qwen3_5_moe,
+    ),
+    qwen35.NEXT_TYPE: replace(
+        QWEN35,
+        architecture=qwen35.NEXT_ARCHITECTURE,
+        defaults=qwen35.NEXT_DEFAULTS,
+        recurrence=partial(qwen35.read_recurrence, fused=tuple(PARTS)),
+        experts=experts.read_qwen3_next,
     ),
     "lfm2_moe": replace(
         LFM2,

@@ -83,3 +83,11 @@ def own_name(name: str) -> str:
         if f".{part}." in name:
             return name.replace(f".{part}.", f".{ours}.")
     return experts.own_name(name)
+
+
+def stored_name(name: str) -> str:
+    """Return a checkpoint's name of a tensor that has Llama's name."""
+    for part, ours in NAMES.items():
+        if f".{ours}." in name:
+            return name.replace(f".{ours}.", f".{part}.")
+    return experts.stored_name("feed_forward", name)

@@ -23,7 +23,7 @@ from outpace.models.llama.config.families import (
     read_windows,
 )
 from outpace.models.llama.config.fields import ReadFields, flag, number, size, unsupported_field
-from outpace.models.llama.config.recurrence import Recurrence
+from outpace.models.llama.config.recurrence import INPUTS, Recurrence
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
 ENTRY_BYTES = {"float32": 4, "float16": 2, "int8": 1}  # of keys and values
@@ -288,9 +288,9 @@ def _recurrent_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     if not sizes.is_delta_net:
         shapes = _matrix_shapes("conv", {"in_proj": 3 * hidden, "out_proj": hidden}, hidden, False)
         return shapes | {"conv.conv.weight": (sizes.channels, 1, sizes.filter_length)}
-    outputs = {"qkv": sizes.channels, "z": sizes.value_width, "b": sizes.value_heads, "a": sizes.value_heads}
-    shapes = _matrix_shapes("linear_attn", {f"in_proj_{name}": size for name, size in outputs.items()}, hidden, False)
-    return shapes | {
+    inputs = {f"{INPUTS}{name}.weight": (rows, hidden) for name, rows in sizes.input_rows().items()}
+    return {
+        **inputs,
         "linear_attn.conv1d.weight": (sizes.channels, 1, sizes.filter_length),
         "linear_attn.A_log": (sizes.value_heads,),
         "linear_attn.dt_bias": (sizes.value_heads,),

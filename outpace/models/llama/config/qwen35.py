@@ -1,4 +1,5 @@
-"""Differences of Qwen3.5, 3.6 and 3.8 from Llama: gated delta nets in three layers of four, and gated attention.
+"""Differences of Qwen3.5, 3.6, 3.8 and Qwen3-Next from Llama: gated delta nets in three layers of four, and gated
+attention.
 
 Norms store their weights minus one, except the delta nets' own. A part of each attention head is rotated, and its
 output is multiplied by the sigmoid of a gate that is projected along with the query.
@@ -12,20 +13,23 @@ from typing import Any
 from outpace.core.errors import UserError
 from outpace.models.llama.config import phi
 from outpace.models.llama.config.fields import FULL, check_layers, flag, read_layer_types, size, unsupported_field
-from outpace.models.llama.config.recurrence import DELTA_NET, Recurrence
+from outpace.models.llama.config.recurrence import DELTA_NET, PARTS, Recurrence
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "Qwen3_5ForCausalLM"
+NEXT_TYPE, NEXT_ARCHITECTURE = "qwen3_next", "Qwen3NextForCausalLM"
 LINEAR = "linear_attention"  # the layer type
 INTERVAL = "full_attention_interval"  # every fourth layer is attention
 PART = 0.25  # rotated share of a head
 MTP_LAYERS = "mtp_num_hidden_layers"  # number of layers for multi-token prediction, beyond those of the model
-TILED = "tiled_value_heads"  # config.json's outpace.tiled_value_heads, of a GGUF file that was converted
+# In config.json's `outpace`, of a GGUF file that was converted: the order of value heads, and the fused matrices.
+TILED, FUSED = "tiled_value_heads", "fused_inputs"
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 248320,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 32768,
 }
+NEXT_DEFAULTS = {**DEFAULTS, "vocab_size": 151936, "num_key_value_heads": 2}
 VISION_ROPE = ("mrope_section", "mrope_interleaved")  # positions of images; those of text are equal in all sections
 
 
@@ -38,9 +42,11 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return phi.with_share(left, PART)
 
 
-def read_recurrence(fields: Mapping[str, Any], num_layers: int) -> tuple[Recurrence, tuple[bool, ...]]:
-    """Return the sizes of the delta nets, and which layers have one."""
-    counts = {
+def read_recurrence(
+    fields: Mapping[str, Any], num_layers: int, fused: tuple[str, ...] = ()
+) -> tuple[Recurrence, tuple[bool, ...]]:
+    """Return the sizes of the delta nets, and which layers have one. `fused`: see `Recurrence`."""
+    counts: dict[str, Any] = {
         "key_heads": size(fields, "linear_num_key_heads", 16),
         "value_heads": size(fields, "linear_num_value_heads", 32),
         "key_depth": size(fields, "linear_key_head_dim", 128),
@@ -57,8 +63,11 @@ def read_recurrence(fields: Mapping[str, Any], num_layers: int) -> tuple[Recurre
     if fields.get(INTERVAL) is not None:
         check_layers(types, layers, f"{INTERVAL} {interval}")
     channels = 2 * keys * counts["key_depth"] + values * counts["value_depth"]
-    is_tiled = isinstance(ours, Mapping) and flag(ours, TILED) and keys != values
-    recurrence = Recurrence(DELTA_NET, size(fields, "linear_conv_kernel_dim", 4), channels, **counts, is_tiled=is_tiled)
+    ours = ours if isinstance(ours, Mapping) else {}
+    if isinstance(found := ours.get(FUSED), list):
+        fused = tuple(name for name in PARTS if name in found)
+    stored: dict[str, Any] = {"is_tiled": flag(ours, TILED) and keys != values, "fused": fused}
+    recurrence = Recurrence(DELTA_NET, size(fields, "linear_conv_kernel_dim", 4), channels, **counts, **stored)
     return recurrence, tuple(layers if types is None else [kind != FULL for kind in types])
 
 
