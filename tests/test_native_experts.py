@@ -7,13 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import files
 import numpy as np
 import outpace_kernels as kernels
 import pytest
+import reference
 import torch
 from passes import build, native_tiny, prefilled, random_parents, text
 from torch import Tensor
 
+import outpace
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
@@ -133,8 +136,6 @@ def file(tmp_path: Path) -> Callable[[LlamaConfig], Callable[[str], Any]]:
     from outpace.models.files.reading import SafetensorsFile
 
     def source(config: LlamaConfig) -> Callable[[str], Any]:
-        import reference
-
         tensors, path = reference.random_tensors(config), tmp_path / "model.safetensors"
         sizes: dict[str, tuple[str, tuple[int, ...]]] = {
             name: ("F32", shape) for name, shape in tensor_shapes(config).items()
@@ -149,17 +150,11 @@ def file(tmp_path: Path) -> Callable[[LlamaConfig], Callable[[str], Any]]:
                 return np.array(values)
             order = np.arange(len(values), dtype=np.int32)
             data = values.view(np.uint8)
-            return StoredMatrix(
-                path, name, kind, data, order, values.shape[1], lambda: values, lambda: forgotten.append(name)
-            )
+            return StoredMatrix(path, name, kind, data, order, values.shape[1], lambda: values, lambda: None)
 
-        forgotten.clear()
         return weight
 
     return source
-
-
-forgotten: list[str] = []
 
 
 def mapped(config: LlamaConfig, source: Callable[[str], Any], **options: Any) -> NativeLlama:
@@ -176,16 +171,26 @@ def test_experts_of_a_file_are_packed_when_they_are_chosen(config: LlamaConfig, 
     assert config.experts is not None
     assert packed_experts(model) == [0] * len(model._experts)
     assert packed_experts(eager) == [config.experts.count] * len(eager._experts)
-    assert not any(".experts." in name for name in forgotten)
     session, other = model.open(64, 8), eager.open(64, 8)
     promised = model.promised_bytes
     got = torch.as_tensor(model.score([chain(session, [5], [0])]))
     assert packed_experts(model) == [config.experts.chosen] * len(model._experts)
     assert model.promised_bytes < promised
     assert eager.promised_bytes == 0
-    read = {name for name in forgotten if ".experts." in name}
-    assert len(read) == 3 * config.experts.chosen * len(model._experts)
     assert torch.equal(got, torch.as_tensor(eager.score([chain(other, [5], [0])])))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux's list of mapped pages")
+def test_pages_of_packed_experts_are_released(file: Any) -> None:
+    config = from_dict(SHAPE | FIELDS["qwen"] | {"moe_intermediate_size": 2048})
+    model = mapped(config, file(config))
+    assert config.experts is not None
+    model.score([chain(model.open(8, 8), [1], [0])])
+    chosen = 3 * config.experts.chosen * len(model._experts) * 2048 * 64 * 4
+    lines = Path("/proc/self/smaps").read_text().split("\n")
+    firsts = [place for place, line in enumerate(lines) if line.endswith("model.safetensors")]
+    resident = sum(int(line.split()[1]) for first in firsts for line in lines[first:][:10] if line.startswith("Rss:"))
+    assert 1024 * resident < 0.5 * chosen
 
 
 @by_config
@@ -218,6 +223,36 @@ def test_four_bits_are_rounded_when_a_model_is_loaded() -> None:
         torch.as_tensor(model.score([chain(model.open(64, 64), tokens, range(30))])) for model in (four, eight)
     )
     assert torch.nn.functional.cosine_similarity(got, expected).median() > 0.9
+
+
+@pytest.fixture(scope="module", params=["qwen", "olmoe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer."""
+    where = tmp_path_factory.mktemp(request.param)
+    fields = SHAPE | FIELDS[request.param] | {"vocab_size": files.CONFIG["vocab_size"]}
+    tensors = reference.random_tensors(from_dict(fields), 5)
+    files.write_checkpoint(where / "model", fields, tensors)
+    for part in files.folder_of(files.write_gguf(where / "llama.gguf"), where / "tokenizer").iterdir():
+        part.replace(where / "model" / part.name)
+    return where / "model"
+
+
+def test_texts_are_equal_under_all_methods(folder: Path) -> None:
+    prompts, texts = ["abc abc abc abc", "the other one " * 9], []
+    settings: list[dict[str, Any]] = [
+        {"method": "autoregressive"},
+        {"method": "speculative", "draft": str(folder)},
+        {"method": "speculative", "drafter": "ngram"},
+        {"method": "speculative", "drafter": "lookahead"},
+        {"method": "card", "draft": str(folder)},
+        {"method": "auto", "draft": str(folder)},
+    ]
+    for options in settings:
+        with outpace.LLM(str(folder), **options) as llm:
+            assert isinstance(llm.engine.target, NativeLlama)
+            params = outpace.SamplingParams(max_tokens=24, temperature=0.7, seed=3)
+            texts.append([answer.text for answer in llm.generate(prompts, params)])
+    assert all(text == texts[0] for text in texts), texts
 
 
 def test_a_damaged_expert_is_named_when_it_is_chosen(file: Any) -> None:

@@ -33,6 +33,7 @@ class Experts:
         scale: float = 1.0,
         gates_shared: bool = False,
         rounded: bool = False,
+        mapped: bool = False,
         gate_up_bias: np.ndarray | None = None,
         down_bias: np.ndarray | None = None,
     ) -> None:
@@ -57,7 +58,6 @@ class Experts:
             for n in range(self.count)
         ]
         self._packed: dict[int, tuple[Matrix, Matrix]] = {}
-        self._new: list[int] = []
         self.held, self.expert_bytes, self.num_distinct = self.count, 0, 0
 
     def hold(self, count: int) -> None:
@@ -67,12 +67,6 @@ class Experts:
         """Pack all experts."""
         for number in range(self.count):
             self.matrices(number)
-        self._new = []
-
-    def take_packed(self) -> list[int]:
-        """Return the experts that were packed since the last call."""
-        found, self._new = self._new, []
-        return found
 
     @property
     def num_packed(self) -> int:
@@ -83,7 +77,6 @@ class Experts:
         if number not in self._packed:
             make_gate_up, make_down = self._make[number]
             self._packed[number] = make_gate_up(), make_down()
-            self._new.append(number)
         return self._packed[number]
 
     def choose(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -200,7 +200,6 @@ class Model:
         gate_limit: float = 0.0,
     ) -> None:
         self.recurrence, self.gate_limit = recurrence, F(gate_limit)
-        self.has_packed = True
         kinds = [layer.recurrent_weights is not None for layer in layers]
         self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among layers of its kind
         self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu

@@ -86,7 +86,7 @@ std::shared_ptr<Experts> make_experts(const Grid& router, int used, std::vector<
                                       const Array<const int32_t, 1>& down_rows, int chunk,
                                       std::shared_ptr<WeightArena> arena, const std::vector<float>& bias,
                                       const std::vector<float>& correction, bool is_sigmoid, bool norms, float epsilon,
-                                      float scale, bool gates_shared, bool is_rounded,
+                                      float scale, bool gates_shared, bool is_rounded, bool is_mapped,
                                       const Vector& gate_up_bias, const Vector& down_bias) {
     const int inputs = static_cast<int>(router.shape(1)), experts = static_cast<int>(gate_up.size());
     if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
@@ -96,7 +96,7 @@ std::shared_ptr<Experts> make_experts(const Grid& router, int used, std::vector<
     Router made{experts, used, inputs, is_sigmoid, norms, epsilon, scale, gates_shared};
     made.set_weights(router.data());
     made.bias = bias, made.correction = correction;
-    Experts::Source source{stored_of(gate_up, inputs, 0), stored_of(down, round_up(chunk, kGroup), chunk), is_rounded,
+    Experts::Source source{stored_of(gate_up, inputs, 0), stored_of(down, round_up(chunk, kGroup), chunk), is_rounded, is_mapped,
                            to_numbers(gate_up_rows), to_numbers(down_rows), nullptr};
     gate_up.insert(gate_up.end(), down.begin(), down.end());
     source.owner = std::make_shared<std::vector<FileMatrix>>(std::move(gate_up));
@@ -427,7 +427,7 @@ NB_MODULE(_native, m) {
         .def(nb::new_(&make_experts), "router"_a, "used"_a, "gate_up"_a, "gate_up_rows"_a, "down"_a, "down_rows"_a,
              "chunk"_a, "arena"_a, "bias"_a = std::vector<float>{}, "correction"_a = std::vector<float>{},
              "sigmoid"_a = false, "norms"_a = false, "epsilon"_a = 0.0f, "scale"_a = 1.0f, "gates_shared"_a = false,
-             "rounded"_a = false, "gate_up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
+             "rounded"_a = false, "mapped"_a = false, "gate_up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
         .def_prop_ro("count", &Experts::count)
         .def_prop_ro("expert_bytes", &Experts::expert_bytes)
         .def_prop_ro("num_packed", &Experts::num_packed)
@@ -439,11 +439,7 @@ NB_MODULE(_native, m) {
                 experts.pack_all();
             }
             experts.release_source();
-        })
-        .def("take_packed", [](Experts& experts) {
-            const std::lock_guard<std::mutex> alone(experts.arena()->running());
-            return experts.take_packed();
-        }, nb::call_guard<nb::gil_scoped_release>());
+        });
 
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f,
@@ -483,7 +479,6 @@ NB_MODULE(_native, m) {
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("mean_experts", &Model::mean_experts)
-        .def_prop_ro("has_packed", &Model::has_packed)
         .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); });
     bind_forward(model);
 }

@@ -137,7 +137,6 @@ void Experts::plan(int rows, ExpertPlan& plan) {
             slots_[chosen.slot].expert = chosen.expert;
             slots_[chosen.slot].used = clock_;
             slot_of_[chosen.expert] = chosen.slot;
-            newly_packed_.push_back(chosen.expert);
             ++num_packed_;
             ++wave.num_new;
         }
@@ -152,6 +151,21 @@ const char* Experts::pack(const ChosenExpert& chosen, int unit) {
     return pack_panel((which ? source_.down : source_.gate_up)[chosen.expert], section.format, panel, place);
 }
 
+void Experts::release(const ChosenExpert& chosen) const {
+#ifdef MADV_DONTNEED
+    if (!source_.is_mapped) return;
+    constexpr std::size_t kPage = std::size_t{1} << 16;  // a multiple of every machine's pages
+    for (const auto* matrix : {&source_.gate_up[chosen.expert], &source_.down[chosen.expert]})
+        for (const StoredRows& part : matrix->parts) {
+            const auto start = reinterpret_cast<std::uintptr_t>(part.data), size = static_cast<std::size_t>(part.rows * part.row_bytes);
+            const auto first = (start + kPage - 1) / kPage * kPage, end = (start + size) / kPage * kPage;
+            if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+        }
+#else
+    (void)chosen;
+#endif
+}
+
 void Experts::pack_all() {
     ExpertPlan all;
     const int used = std::exchange(router_.used, 1);  // as if each of as many rows chose another expert
@@ -163,7 +177,6 @@ void Experts::pack_all() {
     for (const ChosenExpert& chosen : all.experts)
         for (int unit = 0; chosen.is_new && unit < units(); ++unit)
             if (const char* wrong = pack(chosen, unit)) throw std::domain_error(wrong);
-    newly_packed_.clear();
 }
 
 Panels Experts::panels(const ChosenExpert& chosen, int which) const {

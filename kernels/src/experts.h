@@ -5,36 +5,11 @@
 #include <utility>
 #include <vector>
 
-#include "memory.h"
+#include "router.h"
 #include "stored.h"
 #include "weight_arena.h"
 
 namespace outpace {
-
-constexpr int kUsedMax = 64;  // experts of a row
-
-/// Chooses a row's experts by scores, which are products in float32 with its normalized state.
-struct Router {
-    int experts;
-    int used;  // by each row
-    int inputs;
-    bool is_sigmoid = false;  // scores become sigmoids, else their softmax
-    bool norms = false;  // weights are divided by their sum plus `epsilon`
-    float epsilon = 0.0f;
-    float scale = 1.0f;  // factor of the weights
-    bool gates_shared = false;  // one more row of the matrix is the gate of the shared expert
-    Block<float> weights{};  // [vectors(), inputs, kLanes]
-    std::vector<float> bias{};  // [experts], added to scores; may be empty
-    std::vector<float> correction{};  // [experts], counts in the choice, not in the weights; may be empty
-
-    int rows() const { return experts + gates_shared; }
-    int vectors() const { return round_up(rows(), kLanes) / kLanes; }
-    int stride() const { return vectors() * kLanes; }
-    int shares() const { return used + 1; }  // weights of a row: of its experts, and of the shared one
-
-    /// Takes the matrix [rows(), inputs].
-    void set_weights(const float* matrix);
-};
 
 /// An expert that rows of a pass chose, and its pairs of row and expert, which are consecutive.
 struct ChosenExpert {
@@ -64,11 +39,11 @@ struct ExpertPlan {
 /// when all are taken, the expert that was not used for the longest time is dropped.
 class Experts {
   public:
-    /// The matrices of the experts in a file, all of the same formats and sizes. `rounded`: to int8, as floats always
-    /// are. Throws std::invalid_argument for wrong sizes.
+    /// The matrices of the experts in a file, all of the same formats and sizes. `is_rounded`: to int8, as floats always
+    /// are. `is_mapped`: pages of packed experts can be released. Throws std::invalid_argument for wrong sizes.
     struct Source {
         std::vector<Stored> gate_up, down;
-        bool is_rounded;
+        bool is_rounded, is_mapped;
         std::vector<int> gate_up_rows, down_rows;  // which the above refer to
         std::shared_ptr<const void> owner;  // of the data
     };
@@ -97,15 +72,15 @@ class Experts {
     /// Lets the source go, once all experts are packed.
     void release_source() { source_ = {}; }
 
-    /// Returns the experts that were packed since the last call.
-    std::vector<int> take_packed() { return std::exchange(newly_packed_, {}); }
-
     /// Numbers the pairs and assigns slots.
     void plan(int rows, ExpertPlan& plan);
 
     /// Number of units of packing an expert: its panels. A unit returns what is wrong with the file, or null.
     int units() const { return matrices_[0].panels() + matrices_[1].panels(); }
     const char* pack(const ChosenExpert& chosen, int unit);
+
+    /// Releases the file's pages of an expert; a later access reads them again.
+    void release(const ChosenExpert& chosen) const;
 
     /// Forgets an expert that could not be packed.
     void drop(int expert);
@@ -141,7 +116,6 @@ class Experts {
     int held_;
     std::vector<Slot> slots_;
     std::vector<int> slot_of_;  // [experts]; -1: not packed
-    std::vector<int> newly_packed_;
     int64_t clock_ = 0;
     int num_packed_ = 0;
 };

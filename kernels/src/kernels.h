@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "experts.h"
 #include "layout.h"
 #include "recurrence.h"
+#include "router.h"
 
 namespace outpace {
 

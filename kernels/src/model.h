@@ -108,8 +108,6 @@ class Model {
     const Kernels& kernels() const { return *kernels_; }
     /// The mean number of experts, over the layers with experts, whose weights the last pass read.
     float mean_experts() const { return mean_experts_; }
-    /// Whether the last pass packed experts for the first time.
-    bool has_packed() const { return has_packed_; }
     int threads() const { return team_.size(); }
 
     /// Computes logits [num_wanted, num_logits]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
@@ -144,7 +142,6 @@ class Model {
     std::mutex running_;
     std::shared_ptr<WeightArena> arena_;  // of the experts, or null
     float mean_experts_ = 0.0f;
-    bool has_packed_ = false;
 };
 
 }  // namespace outpace

@@ -150,7 +150,9 @@ void Model::Pass::run_wave(int number, const ExpertWave& wave, bool is_first, Te
     };
     const Slices groups{wave.count, experts.width() / kGroup, team_.size()};
     constexpr int kPanels = kGroup / kLanes;  // of a unit of a gated product
-    team_.share(member, groups.units() + shared_groups, [&](int unit) {
+    team_.share(member, groups.units() + shared_groups + wave.num_new, [&](int unit) {
+        if (unit >= groups.units() + shared_groups)
+            return experts.release(chosen[wave.count - 1 - (unit - groups.units() - shared_groups)]);
         if (unit >= groups.units()) {
             const GatedProduct task{shared->panels(), beside, in, rows, shared_gated, nullptr, 0, gating, limit};
             return kernels_.gated_product(task, unit - groups.units());
@@ -182,20 +184,17 @@ void Model::Pass::run_wave(int number, const ExpertWave& wave, bool is_first, Te
 
 void Model::Pass::end_experts() {
     int layers = 0, experts = 0;
-    bool has_failed = false, has_new = false;
+    bool has_failed = false;
     for (int number = 0; number < model_.num_layers(); ++number) {
         if (!model_.layers_[number]->experts) continue;
         const ExpertPlan& plan = scratch_.plans[number];
         layers += !plan.experts.empty();
         experts += static_cast<int>(plan.experts.size());
         has_failed |= plan.has_failed;
-        for (const ChosenExpert& one : plan.experts) {
+        for (const ChosenExpert& one : plan.experts)
             if (one.is_new && !scratch_.damage.empty()) model_.layers_[number]->experts->drop(one.expert);
-            has_new |= one.is_new;
-        }
     }
     model_.mean_experts_ = layers ? static_cast<float>(experts) / static_cast<float>(layers) : 0.0f;
-    model_.has_packed_ = has_new;
     if (has_failed) throw std::bad_alloc();
     if (!scratch_.damage.empty()) throw std::domain_error(scratch_.damage);
 }

@@ -24,28 +24,16 @@ from outpace.models.llama.native.weights import (
     interleaved,
     padded_width,
 )
-from outpace.models.llama.weight_sources import StoredMatrix
 
 FileParts = list[tuple[str, np.ndarray]]  # formats and rows of one matrix
 
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """A layer's experts in the kernels. `files`: the matrices of each expert in the file, empty if all are packed."""
+    """A layer's experts in the kernels."""
 
     packed: Any
-    files: Sequence[Sequence[StoredMatrix]]
-
-    def release(self) -> None:
-        """Release the file's pages of the experts that were packed since the last call."""
-        for number in self.packed.take_packed():
-            for matrix in self.files[number]:
-                matrix.forget()
-
-    @property
-    def path(self) -> Path:
-        """The file of the experts that are not packed yet."""
-        return self.files[0][0].path
+    path: Path | None  # the file of experts that are not packed yet
 
 
 def load_experts(packing: Packing, sizes: Experts, prefix: str, fetch: Fetch) -> LayerExperts:
@@ -58,6 +46,7 @@ def load_experts(packing: Packing, sizes: Experts, prefix: str, fetch: Fetch) ->
     downs = [fetch.layer_matrices(packing, f"{part}down_proj.weight") for part in parts]
     fits = all(len({one.kind for one in pair.blocks}) == 1 for pair in gate_ups)
     fits = fits and all(one.blocks and fits_padded(packing.kernels, one.blocks[0], sizes.width) for one in downs)
+    is_mapped = fits and all(_is_mapped(one.data) for one in (*gate_ups[0].blocks, *downs[0].blocks))
     gate_up_files, gate_up_rows = _in_files(gate_ups, fits)
     down_files, down_rows = _in_files(downs, fits)
     biases: dict[str, Any] = {}
@@ -83,18 +72,18 @@ def load_experts(packing: Packing, sizes: Experts, prefix: str, fetch: Fetch) ->
         scale=sizes.scale,
         gates_shared=bool(sizes.shared_width) and sizes.gates_shared,
         rounded=fetch.rounded,
+        mapped=is_mapped,
         **biases,
     )
-    files = [[*pair.blocks, *one.blocks] for pair, one in zip(gate_ups, downs, strict=True)] if fits else []
-    if files and all(_is_mapped(one.data) for one in files[0]):
-        return LayerExperts(packed, files)
+    if is_mapped:
+        return LayerExperts(packed, gate_ups[0].blocks[0].path)
     try:
         packing.alone(packed.pack)
     except ValueError as error:  # about numbers: everything else was checked
         raise UserError(f"the experts {prefix}experts hold weights that do not fit: {error}") from error
-    for one in (one for expert in files for one in expert):
+    for one in (one for pair in (*gate_ups, *downs) for one in pair.blocks):
         one.forget()
-    return LayerExperts(packed, ())
+    return LayerExperts(packed, None)
 
 
 def _in_files(matrices: Sequence[Matrices], fits: bool) -> tuple[list[FileParts], list[np.ndarray]]:
@@ -124,6 +113,6 @@ def divide_memory(layers: Sequence[LayerExperts], budget: int) -> int:
     sizes = [one.packed.count * one.packed.expert_bytes for one in layers]
     total = sum(sizes)
     for one in layers:
-        if one.files and total > budget:
+        if one.path and total > budget:
             one.packed.hold(max(1, one.packed.count * budget // total))
     return sum(one.packed.held * one.packed.expert_bytes for one in layers)

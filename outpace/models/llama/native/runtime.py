@@ -325,6 +325,13 @@ class NativeLlama(Model):
         return self._distinct_experts
 
     @property
+    def last_weight_bytes(self) -> int:
+        """Bytes of weights that the last pass read: more than `weight_bytes` if its rows chose different experts."""
+        experts = self.config.experts
+        more = self._distinct_experts - experts.chosen if experts and self._distinct_experts else 0.0
+        return self.weight_bytes + int(more * sum(one.packed.expert_bytes for one in self._experts))
+
+    @property
     def promised_bytes(self) -> int:
         return max(
             0, self._expert_bytes - sum(one.packed.num_packed * one.packed.expert_bytes for one in self._experts)
@@ -462,20 +469,16 @@ class NativeLlama(Model):
         return self._sparse(out, vocab, best)
 
     def _run(self, model: Any, call: Callable[..., Any], *args: Any, **extras: Any) -> Any:
-        """Run a pass of a kernels' model. Release the file's pages of experts that it packed; UserError if they are
-        damaged."""
+        """Run a pass of a kernels' model. UserError if experts that it packed are damaged."""
         if not self._experts:
             return call(*args, **extras)
         try:
             result = call(*args, **extras)
         except ValueError as error:
-            if not self._experts[0].files:
+            if self._experts[0].path is None:
                 raise
             raise UserError(f"{self._experts[0].path} is damaged: {error}") from error
         self._distinct_experts = model.mean_experts
-        if model.has_packed:
-            for experts in self._experts:
-                experts.release()
         return result
 
     @staticmethod
