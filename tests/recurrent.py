@@ -1,8 +1,10 @@
-"""Tiny random models with recurrent layers, written by transformers, also with an MTP layer, and as GGUF files."""
+"""Tiny random models with recurrent layers or experts, written by transformers, also with an MTP layer, and as GGUF
+files."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from files import CONFIG, add_field, folder_of, tokenizer_fields
+from files import CONFIG, add_field, folder_of, interleaved, tokenizer_fields
 from files import write_gguf as write_llama_gguf
 from safetensors.numpy import load_file, save_file
 
@@ -47,23 +49,45 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", QWEN | {"linear_num_value_heads": 6, "num_experts": 0}),
     "lfm2": ("Lfm2", LFM),
 }
-CONFIG_CLASSES = {
-    "Qwen3_5": transformers.Qwen3_5TextConfig,
-    "Qwen3Next": transformers.Qwen3NextConfig,
-    "Lfm2": transformers.Lfm2Config,
+CHOSEN: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3}
+MOE: dict[str, Any] = SIZES | CHOSEN | {"num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
+YARN = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    **{"original_max_position_embeddings": 64, "rope_theta": 150000.0},
+}
+SHARED: dict[str, Any] = CHOSEN | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
+    "some_dense": ("Qwen3Moe", MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", SIZES | CHOSEN | {"num_hidden_layers": 3, "intermediate_size": 32}),
+    "mixtral": ("Mixtral", SIZES | {"num_hidden_layers": 3, "num_local_experts": 6, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "GptOss",
+        SIZES
+        | {"num_hidden_layers": 4, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2}
+        | {"sliding_window": 5, "rope_parameters": YARN, "intermediate_size": 64},
+    ),
+    "qwen35moe": ("Qwen3_5Moe", QWEN | SHARED),
+    "qwen3next": ("Qwen3Next", QWEN | SHARED | {"linear_num_value_heads": 6}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        LFM | CHOSEN | {"moe_intermediate_size": 32, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
 }
 
 
 def make(name: str, folder: Path, **changes: Any) -> Any:
     """Write a random model to a folder, and return transformers' own."""
-    family, fields = MODELS[name]
+    family, fields = (MODELS | EXPERTS)[name]
     torch.manual_seed(sum(map(ord, name)))
-    model = getattr(transformers, f"{family}ForCausalLM")(CONFIG_CLASSES[family](**fields | changes)).eval()
+    kind = f"{family}TextConfig" if "3_5" in family else f"{family}Config"
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, kind)(**fields | changes)).eval()
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter_name, parameter in [*model.named_parameters(), *biases]:
             if parameter_name.endswith("A_log"):
                 parameter.uniform_(-1, 1)
-            elif "norm" in parameter_name or parameter.dim() == 1:
+            elif "norm" in parameter_name or parameter.dim() == 1 or parameter_name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
@@ -108,14 +132,20 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
+ARCHITECTURES = {
+    **{"Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Lfm2": "lfm2", "Qwen3_5Moe": "qwen35moe", "Lfm2Moe": "lfm2moe"},
+    **{"Qwen3Moe": "qwen3moe", "Olmoe": "olmoe", "Mixtral": "llama", "GptOss": "gpt-oss"},
+}
+EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+?)(?:_proj)?\.weight")
+
+
 def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: bool = False, **more: Any) -> Path:
     """Write a folder's weights as llama.cpp's converter does: value heads tiled over key heads, 1 added to norms.
     Qwen3-Next's heads keep their order, and its matrices stay fused if `is_old`. `more`: further metadata of the
     architecture."""
-    family, fields = MODELS[name]
-    tensors = load_file(folder / "model.safetensors")
-    architectures = {"Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Lfm2": "lfm2"}
-    architecture, layers = architectures[family], fields["num_hidden_layers"]
+    family, fields = (MODELS | EXPERTS)[name]
+    tensors = stacked(folder)
+    architecture, layers = ARCHITECTURES[family], fields["num_hidden_layers"]
     if family == "Qwen3Next" and not is_old:
         tensors = dict(entry for name, values in tensors.items() for entry in _split(name, values, fields))
     writer = gguf.GGUFWriter(path, architecture)
@@ -127,28 +157,43 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
         "feed_forward_length": fields["intermediate_size"],
         "attention.head_count": fields["num_attention_heads"],
         "attention.head_count_kv": fields["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": fields["rope_parameters"]["rope_theta"],
+        "attention.layer_norm_rms_epsilon": 1e-5 if family in ("Olmoe", "Mixtral", "GptOss") else 1e-6,
+        "rope.freq_base": fields.get("rope_parameters", {}).get("rope_theta", 1e6 if family == "Mixtral" else 1e4),
     }
-    if family == "Lfm2":
+    if "num_experts_per_tok" in fields or family == "Mixtral":
+        metadata |= {"expert_count": fields.get("num_experts") or fields["num_local_experts"]}
+        metadata |= {"expert_used_count": fields.get("num_experts_per_tok", 2)}
+        metadata |= {"expert_feed_forward_length": fields.get("moe_intermediate_size", fields["intermediate_size"])}
+    if "shared_expert_intermediate_size" in fields:
+        metadata |= {"expert_shared_feed_forward_length": fields["shared_expert_intermediate_size"]}
+    if family == "GptOss":
+        metadata |= {"attention.sliding_window": 5, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}
+        metadata |= {"rope.scaling.original_context_length": 64}
+    if family == "Lfm2Moe":
+        metadata |= {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5}
+        metadata |= {"leading_dense_block_count": 1}
+    if family.startswith("Lfm2"):
         counts = [fields["num_key_value_heads"] if "full" in kind else 0 for kind in fields["layer_types"]]
         metadata |= {"attention.head_count_kv": counts, "attention.layer_norm_rms_epsilon": 1e-5}
         metadata |= {"shortconv.l_cache": fields["conv_L_cache"], "vocab_size": fields["vocab_size"]}
-    else:
+    if "linear_num_value_heads" in fields:
         values = fields["linear_num_value_heads"]
         metadata |= {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_count": 8}
         metadata |= {"ssm.conv_kernel": 4, "ssm.state_size": fields["linear_key_head_dim"]}
         metadata |= {"ssm.group_count": fields["linear_num_key_heads"], "ssm.time_step_rank": values}
         metadata |= {"ssm.inner_size": values * fields["linear_value_head_dim"], "full_attention_interval": 4}
-        if family == "Qwen3_5":
+        if "3_5" in family:
             metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():
         add_field(writer, key, value)
     for tensor_name, values in tensors.items():
-        named, stored = _converted(tensor_name, values, fields)
-        quantisation = gguf.GGMLQuantizationType[kind if stored.ndim == 2 and stored.shape[1] % 32 == 0 else "F32"]
+        named, stored = _converted(tensor_name, values, fields, family != "Qwen3Next")
+        if family == "Mixtral":
+            stored = interleaved(tensor_name, stored)
+        is_matrix = stored.ndim > 1 and stored.shape[-1] % 32 == 0 and named.endswith("weight")
+        quantisation = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         writer.add_tensor(named, gguf.quants.quantize(stored, quantisation), raw_dtype=quantisation)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -194,26 +239,53 @@ NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    **{f"{one}.gate": "ffn_gate_inp" for one in ("mlp", "block_sparse_moe", "feed_forward")},
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{one}_proj": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+    **{f"ffn_{one}_exps": f"ffn_{one}_exps" for one in ("gate", "up", "down")},
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
 }
 
 
-def _converted(name: str, values: np.ndarray, fields: dict[str, Any]) -> tuple[str, np.ndarray]:
+def stacked(folder: Path) -> dict[str, np.ndarray]:
+    """A folder's tensors, with the experts' matrices of a layer in one, those of gpt-oss split into gates and ups."""
+    found, stacks = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
+    for name, values in load_file(folder / "model.safetensors").items():
+        if match := EXPERT.fullmatch(name):
+            part = {"w1": "gate", "w2": "down", "w3": "up"}.get(match[3], match[3])
+            stacks.setdefault(f"{match[1]}.ffn_{part}_exps.weight", {})[int(match[2])] = values
+        elif ".mlp.experts." in name:
+            layer, _, part = name.partition(".mlp.experts.")
+            stored = values if part.endswith("bias") else values.swapaxes(1, 2)
+            end = "bias" if part.endswith("bias") else "weight"
+            halves = {"gate": stored[:, ::2], "up": stored[:, 1::2]} if "gate_up" in part else {"down": stored}
+            found |= {f"{layer}.ffn_{one}_exps.{end}": np.ascontiguousarray(half) for one, half in halves.items()}
+        else:
+            found[name] = values
+    return found | {name: np.stack([parts[one] for one in sorted(parts)]) for name, parts in stacks.items()}
+
+
+def _converted(name: str, values: np.ndarray, fields: dict[str, Any], is_tiled: bool) -> tuple[str, np.ndarray]:
     for own, other in MTP_NAMES.items():
         if name.startswith(own):
             name = f"model.layers.{fields['num_hidden_layers']}.{other}{name.removeprefix(own)}"
     layer = name.split(".")[2] if name.startswith("model.layers.") else None
     part = name.removeprefix(f"model.layers.{layer}.") if layer else name
-    values = values[:, 0] if values.ndim == 3 else values
+    values = values[:, 0] if values.ndim == 3 and "exps" not in name else values
     if part.startswith("linear_attn."):
-        values = values if "num_experts" in fields else _tiled(part, values, fields)
+        values = _tiled(part, values, fields) if is_tiled else values
     elif "norm" in part and "linear_num_value_heads" in fields:
         values = values + np.float32(1)
     if part.endswith(("A_log", "dt_bias")):
         is_rate = part.endswith("A_log")
         return f"blk.{layer}.{'ssm_a' if is_rate else 'ssm_dt.bias'}", -np.exp(values) if is_rate else values
+    if part in ("self_attn.sinks", "feed_forward.expert_bias"):
+        return f"blk.{layer}.{'attn_sinks.weight' if 'sinks' in part else 'exp_probs_b.bias'}", values
+    if part == "mlp.shared_expert_gate.weight":
+        values = values[0]
     stem, _, end = part.rpartition(".")
     return f"blk.{layer}.{NAMES[stem]}.{end}" if layer else f"{NAMES[stem]}.{end}", np.ascontiguousarray(values)
 

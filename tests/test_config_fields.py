@@ -74,6 +74,7 @@ def written(family: str) -> dict[str, Any]:
         fields["block_multiple_of"] = 56  # so that every field that counts changes the width
     if family == "gpt_oss":
         fields["rope_parameters"]["original_max_position_embeddings"] = 2  # shorter texts than the declared ones
+        fields["sliding_window"] = 7
     return fields | {"architectures": [FAMILIES[family].architecture], "model_type": family}
 
 

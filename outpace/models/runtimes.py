@@ -19,13 +19,18 @@ from outpace.core.errors import UserError, require
 from outpace.models.base import Model, UnsupportedModel, runtime_name
 from outpace.models.devices import check_memory
 from outpace.models.files.cache import weights_digest
+from outpace.models.llama.config.experts import SPLIT
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.qwen35 import FUSED, TILED
 from outpace.models.llama.weight_sources import parse_layers, source_of
 from outpace.models.options import AUTO, EAGER, FILE, INT4, INT8, NATIVE_KV, LoadOptions, Progress
 
 TORCH = "torch"  # the extra
-OTHER_ORDERS = {TILED: "value heads", FUSED: "delta nets' inputs"}  # of GGUF files, by the fields that say so
+OTHER_ORDERS = {
+    TILED: "value heads",
+    FUSED: "delta nets' inputs",
+    SPLIT: "experts' rows",
+}  # of GGUF files, by the fields that say so
 TRANSFORMERS = (TORCH, "torch", "transformers")  # the same, and what the runtime needs of it
 
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import NOTICES
-from outpace.models.files.gguf.header import GgufHeader
+from outpace.models.files.gguf.header import GgufHeader, TensorEntry
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, lfm2, phi, qwen35
+from outpace.models.llama.config.experts import SPLIT
 from outpace.models.llama.config.families import FAMILIES, GELU, check_known
 from outpace.models.llama.config.fields import FULL, SLIDING, number, unknown_fields
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
@@ -89,6 +90,7 @@ def _divisors(header: GgufHeader, name: str) -> list[float]:
     return [shortest_decimal(value) for value in np.frombuffer(entry.raw(), np.float32).tolist()]
 
 
+SOFTMAX_OF_ALL, SIGMOIDS, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of expert_gating_func
 GEMMA_LARGEST = 62  # layers of Gemma 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding: hard-coded in llama.cpp, not in the file
 
@@ -127,6 +129,19 @@ RECURRENT_PARTS = LAYER_PARTS | {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
+EXPERT_PARTS = {
+    "post_attention_norm": "post_attention_layernorm",  # of gpt-oss, before the experts
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}
+EXPERT_STACKS = {  # parts with a tensor for all experts of a layer, and the matrices that they hold one after the other
+    **{f"ffn_{name}_exps": (name,) for name in ("gate", "up", "down")},
+    "ffn_gate_up_exps": ("gate", "up"),
+}
+SHARED_GATE = "shared_expert_gate.weight"  # end of a name; Hugging Face's has one more dimension
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LFM2_OUTER_PARTS = OUTER_PARTS | {"token_embd_norm": "model.norm"}  # an old mistake in the name
@@ -153,11 +168,20 @@ SSM = {  # of a delta net: the names in config.json
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "all value heads' entries together",
 }
+OF_EXPERTS = {
+    *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func", "expert_weights_norm"),
+    "expert_weights_scale",
+}
+SHARED = {"expert_shared_feed_forward_length", "expert_shared_count"}
 HONOURED_BY = {
+    "llama": OF_EXPERTS,
+    **dict.fromkeys(("qwen3moe", "olmoe", "gpt-oss"), OF_EXPERTS),
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
-    "qwen3next": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS},
+    "qwen35moe": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},
+    "qwen3next": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS},
     "lfm2": {"shortconv.l_cache"},
+    "lfm2moe": {*OF_EXPERTS, "shortconv.l_cache", "leading_dense_block_count"},
 }
 HARMLESS = {
     "vocab_size": "the embedding's number of rows decides",
@@ -212,8 +236,10 @@ class GgufModel:
 
 def _llama(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     """Translate Llama 1 to 3 and Mistral: llama.cpp calls both llama, and only the sliding window distinguishes
-    them."""
+    them. Mixtral is a llama with experts."""
     window = own.get("attention.sliding_window")
+    if own.get("expert_count"):
+        return {"model_type": "mixtral", "sliding_window": window or None, **_experts(header, own)}
     if window:
         return {"model_type": "mistral", "sliding_window": window}
     return {"model_type": "llama", **_biases(header)}
@@ -295,7 +321,53 @@ def _qwen3next(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     tensors = {"qkvz": ".ssm_in.weight", "ba": ".ssm_ba.weight"}
     fused = [name for name, end in tensors.items() if any(stored.endswith(end) for stored in header.tensors)]
     ours = {qwen35.FUSED: fused} if len(fused) < len(tensors) else None
-    return _qwen35(header, own) | {"model_type": qwen35.NEXT_TYPE, "num_experts": 0, "outpace": ours}
+    experts = _experts(header, own) if own.get("expert_count") else {"num_experts": 0}
+    return _qwen35(header, own) | {"model_type": qwen35.NEXT_TYPE, **experts, "outpace": ours}
+
+
+def _qwen35moe(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    return _qwen35(header, own) | {"model_type": "qwen3_5_moe_text", **_experts(header, own)}
+
+
+def _experts(
+    header: GgufHeader, own: Mapping[str, Any], func: int = SOFTMAX_OF_ALL, normed: bool = True, is_scaled: bool = False
+) -> dict[str, Any]:
+    """Translate the sizes of mixtures of experts. `func`, `normed`: the scores and the norm of weights that the
+    architecture has, which the file must not contradict; `is_scaled`: whether weights may have a factor."""
+    start = f"{header.path}: {header.metadata['general.architecture']}."
+    count, chosen, scale = own.get("expert_count"), own.get("expert_used_count"), own.get("expert_weights_scale") or 1.0
+    for name, value in (("expert_count", count), ("expert_used_count", chosen)):
+        if type(value) is not int or value < 1:
+            raise UserError(f"{start}{name} is {value!r:.50}, it must be a whole number above 0")
+    for name, expected in (("expert_gating_func", func), ("expert_weights_norm", normed)):
+        if own.get(name) not in (None, 0, expected):
+            raise UserError(f"{start}{name} is {own[name]!r:.50}, it must be {expected!r} for this architecture")
+    if scale != 1.0 and not is_scaled:
+        raise UserError(f"{start}expert_weights_scale is {scale!r:.50}, it must be 1 for this architecture")
+    dense, shared = own.get("feed_forward_length"), own.get("expert_shared_feed_forward_length")
+    width = own.get("expert_feed_forward_length") or dense
+    return {
+        **{"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": width},
+        **{"shared_expert_intermediate_size": shared, "norm_topk_prob": normed, "routed_scaling_factor": scale},
+        "intermediate_size": dense or width,
+    }
+
+
+def _of_width(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an architecture whose experts have the width that others give to dense layers."""
+    return {**found, "intermediate_size": found["moe_intermediate_size"]}
+
+
+def _gpt_oss(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate gpt-oss. Every second layer has a window, from the first on, as llama.cpp fixes it."""
+    window = own.get("attention.sliding_window") or None
+    slides = SLIDING if window else FULL
+    return {
+        **{"model_type": "gpt_oss", "attention_bias": _has_bias(header, "attn_q"), "sliding_window": window},
+        "layer_types": [FULL if layer % 2 else slides for layer in range(own["block_count"])],
+        **_of_width(_experts(header, own, SOFTMAX_OF_CHOSEN)),
+        "outpace": {SPLIT: True},
+    }
 
 
 def _num_layers(header: GgufHeader, own: Mapping[str, Any]) -> int:
@@ -339,6 +411,23 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "qwen35": _qwen35,
     "qwen3next": _qwen3next,
     "lfm2": _lfm2,
+    "qwen3moe": lambda header, own: {
+        **{"model_type": "qwen3_moe", "attention_bias": _has_bias(header, "attn_q")},
+        **_no_window(header, own),
+        **_experts(header, own),
+    },
+    "olmoe": lambda header, own: {
+        **{"model_type": "olmoe", "attention_bias": _has_bias(header, "attn_q")},
+        **_no_window(header, own),
+        **_of_width(_experts(header, own, normed=False)),
+    },
+    "gpt-oss": _gpt_oss,
+    "qwen35moe": _qwen35moe,
+    "lfm2moe": lambda header, own: {
+        **_lfm2(header, own),
+        **_experts(header, own, SIGMOIDS, is_scaled=True),
+        **{"model_type": "lfm2_moe", "num_dense_layers": own.get("leading_dense_block_count")},
+    },
 }
 INTERLEAVED_ROPE = ("llama", "smollm3")
 
@@ -387,7 +476,9 @@ def read_model(header: GgufHeader) -> GgufModel:
     own = {"attention.key_length": _default_head_dim(own), **own}
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
     settings["architectures"] = [FAMILIES[settings["model_type"]].architecture]
-    settings["rope_scaling"] = read_scaling(header, own)
+    settings["rope_scaling"] = scaling = read_scaling(header, own)
+    if architecture == "gpt-oss" and scaling and scaling["rope_type"] == "yarn":  # no key says so
+        scaling["truncate"] = False
     settings = {name: value for name, value in settings.items() if value is not None}
     config = _checked(header, prefix, own, settings)
     sources = _sources(header, config, prefix, own)
@@ -516,19 +607,27 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     expected, sources = tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
     parts, outer = (RECURRENT_PARTS if config.recurrence else parts), OUTER_PARTS
-    if prefix == "lfm2.":
+    if config.experts:
+        parts = EXPERT_PARTS | parts
+    if prefix in ("lfm2.", "lfm2moe."):
         outer = LFM2_OUTER_PARTS
     mtp = {str(layer) for layer in range(config.num_layers, own["block_count"])} if own.get(MTP_BLOCKS) else set()
     layers = f"{prefix}block_count {config.num_layers}"
     for name, entry in header.tensors.items():
-        target, (first, *inner) = _target_name(name, parts, outer), name.split(".")
+        (target, *others), (first, *inner) = _target_names(name, entry, parts, outer), name.split(".")
         if first == "blk" and inner[0] in mtp:
             continue
         if target in expected:
-            if entry.shape != tuple(size for size in expected[target] if size != 1 or len(expected[target]) != 3):
-                shape = f"{list(expected[target])} ({', '.join(f'{key} {own.get(key)!r:.20}' for key in SIZES)})"
-                raise UserError(f"{header.path}: tensor {name!r} has shape {list(entry.shape)}, expected {shape}")
-            sources[target] = name
+            drops_ones = len(expected[target]) == 3 or target.endswith(SHARED_GATE)
+            shape = tuple(size for size in expected[target] if size != 1 or not drops_ones)
+            if others and config.experts:
+                matrices = len(EXPERT_STACKS[inner[1]])
+                shape = (config.experts.count, matrices * shape[0], *shape[1:])
+            if entry.shape != shape:
+                said = ", ".join(f"{key} {own[key]!r:.20}" for key in (*SIZES, *sorted(OF_EXPERTS)) if key in own)
+                found = f"has shape {list(entry.shape)}, expected {list(shape)} ({said})"
+                raise UserError(f"{header.path}: tensor {name!r} {found}")
+            sources |= dict.fromkeys([target, *others], name)
         elif name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS) or first in OTHER_MODELS or {*COMPUTED} & {*inner}:
             continue
         elif not name.endswith(".bias") or entry.raw().any():
@@ -539,6 +638,15 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     if missing is not None:
         raise UserError(f"{header.path} holds no tensor for {missing!r}, which a model with {layers} has")
     return sources
+
+
+def _target_names(name: str, entry: TensorEntry, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> list[str]:
+    """Return the Hugging Face name of a tensor, or those of the experts' matrices that it holds."""
+    start, stack, end = name.split(".", 2)[:2], *name.partition(".ffn_")[2].partition(".")[::2]
+    if (matrices := EXPERT_STACKS.get(f"ffn_{stack}")) is None:
+        return [_target_name(name, layer_parts, outer)]
+    numbers = range(entry.shape[0])
+    return [f"model.layers.{start[1]}.mlp.experts.{number}.{one}_proj.{end}" for number in numbers for one in matrices]
 
 
 def _target_name(name: str, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"  # how logits become scores
 SIGMOID_FLOOR = 1e-6  # added to the sum by which weights that are sigmoids are divided
 SWISH_FACTOR = 1.702  # of a limited gate's sigmoid
 LARGEST_SCALE = 1e6
+SPLIT = "split_experts"  # in config.json's `outpace`, of a GGUF file of gpt-oss that was converted: by expert
 COUNTS = ("num_experts", "num_local_experts")  # names of the number of experts, the one of older config.json files last
 
 
