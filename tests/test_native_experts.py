@@ -11,6 +11,7 @@ import files
 import numpy as np
 import outpace_kernels as kernels
 import pytest
+import recurrent
 import reference
 import torch
 from passes import build, native_tiny, prefilled, random_parents, text
@@ -28,6 +29,7 @@ from outpace.models.llama.native.binding import NativeOptions, UnsupportedShape
 from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.llama.weight_sources import StoredMatrix
+from outpace.models.load import load_model
 
 SHAPE = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 SHAPE |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 256}
@@ -223,6 +225,20 @@ def test_four_bits_are_rounded_when_a_model_is_loaded() -> None:
         torch.as_tensor(model.score([chain(model.open(64, 64), tokens, range(30))])) for model in (four, eight)
     )
     assert torch.nn.functional.cosine_similarity(got, expected).median() > 0.9
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe"])
+def test_a_gguf_files_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
+    its = recurrent.make(name, tmp_path / "model")
+    path = recurrent.write_gguf(tmp_path / "model", tmp_path / f"{name}.gguf", name, "Q8_0")
+    ours, tokens = load_model(str(path), runtime="native").model, [3 * place % 250 + 3 for place in range(40)]
+    assert isinstance(ours, NativeLlama)
+    assert set(packed_experts(ours)) == {0}
+    got = torch.as_tensor(ours.score([chain(ours.open(64, 64), tokens, range(40))]))
+    with torch.no_grad():
+        expected = its(torch.tensor([tokens])).logits[0]
+    similarities = torch.nn.functional.cosine_similarity(got, expected)
+    assert similarities.median() > 0.99
 
 
 @pytest.fixture(scope="module", params=["qwen", "olmoe"])

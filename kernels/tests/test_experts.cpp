@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <thread>
 
 #include "forests.h"
 
@@ -47,7 +48,7 @@ Bytes file_rows(Random& random, Format format, int rows, int inputs) {
 /// An arena, and the models' layers with the experts that it holds.
 struct ExpertModel {
     std::vector<std::shared_ptr<Experts>> experts;
-    std::unique_ptr<Model> model;
+    std::unique_ptr<Model> model, other;  // two with the same weights
 };
 
 std::shared_ptr<Experts> make_experts(Random& random, const Sizes& sizes, const Mixture& mixture,
@@ -125,8 +126,9 @@ ExpertModel make_model(const Sizes& sizes, const Mixture& mixture, const Kernels
     Shape shape{sizes.hidden, middle, 1e-5f, heads};
     if (mixture.is_clamped) shape.gating = Gating::clamped, shape.gate_limit = 0.7f;
     const auto embedding = matrix(random, sizes, sizes.vocabulary, sizes.hidden, *arena);
-    found.model = std::make_unique<Model>(shape, layers, embedding, numbers(random, sizes.hidden, 1, 0.1f), embedding,
-                                          kernels, threads);
+    const std::vector<float> norm = numbers(random, sizes.hidden, 1, 0.1f);
+    for (auto* model : {&found.model, &found.other})
+        *model = std::make_unique<Model>(shape, layers, embedding, norm, embedding, kernels, threads);
     return found;
 }
 
@@ -184,6 +186,23 @@ void test_rows(const Mixture& mixture) {
         check(same(alone.data(), tree.data() + static_cast<std::size_t>(node) * sizes.vocabulary, alone.size()),
               "a row's experts do not depend on other rows");
     }
+}
+
+/// Models with the same weights may run at once, although each may drop experts that the other needs.
+void test_two_models() {
+    Mixture mixture = kMixtures[1];
+    const Sizes sizes = sizes_of(mixture);
+    const auto tokens = text(9, sizes.vocabulary, 5);
+    const auto expected = fresh(*make_model(sizes, mixture, find_kernels(""), 2).model, sizes, tokens);
+    mixture.held = mixture.used;
+    const ExpertModel made = make_model(sizes, mixture, find_kernels(""), 2);
+    const auto work = [&](Model& model) {
+        for (int turn = 0; turn < 10; ++turn)
+            check(same(fresh(model, sizes, tokens).data(), expected.data(), expected.size()), "models with shared experts");
+    };
+    std::thread beside([&] { work(*made.other); });
+    work(*made.model);
+    beside.join();
 }
 
 /// Experts are packed when they are chosen and counted.
@@ -302,6 +321,7 @@ void test_damage() {
 uint64_t test_experts() {
     test_choice();
     test_packing();
+    test_two_models();
     test_refusals();
     test_damage();
     uint64_t bits = 0;
