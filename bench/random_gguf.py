@@ -74,13 +74,14 @@ SHAPES["olmoe"] = Shape(
 TRAINED = 4096  # context length before LongRoPE
 
 
-def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> np.ndarray:
-    """Return rows of random blocks, uint8 [rows, bytes]. One row in 64 is drawn, the others rotate it."""
+def blocks(random: np.random.Generator, kind: str, rows: int, columns: int, power: int = 0) -> np.ndarray:
+    """Return rows of random blocks, uint8 [rows, bytes], times 2^power. One row in 64 is drawn, others rotate it."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     drawn = random.integers(0, 256, (-(-rows // 64), columns // block, size), np.uint8)
     for start in SCALES[kind]:
         drawn[..., start] = 0
-        drawn[..., start + 1] = 0x04 + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
+        minimum = {"Q4_K": 3, "Q5_K": 4}.get(kind, 0) if start else 0  # so that weights are 0 on average
+        drawn[..., start + 1] = 0x04 + 4 * (power + minimum) + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
     if kind == "MXFP4":
         drawn[..., 0] = 119  # 2^-8
     turned = np.stack([np.roll(drawn, turn, axis=1) for turn in range(64)], axis=1)
@@ -208,11 +209,14 @@ def main() -> None:
     writer = GGUFWriter(asked.out, shape.architecture)
     write_metadata(writer, shape)
 
-    def add(name: str, rows: int, columns: int) -> None:
+    def add(name: str, rows: int, columns: int, power: int = 0) -> None:
         own = "Q8_0" if asked.format == "MXFP4" else asked.format  # as in files of gpt-oss, only experts have it
-        writer.add_tensor(name, blocks(random, own, rows, columns), raw_dtype=GGMLQuantizationType[own])
+        writer.add_tensor(name, blocks(random, own, rows, columns, power), raw_dtype=GGMLQuantizationType[own])
 
-    add("token_embd.weight", shape.vocab, shape.hidden)
+    # so that a token chooses experts by itself, not by what layers add to all tokens alike
+    add("token_embd.weight", shape.vocab, shape.hidden, 6 if shape.experts else 0)
+    if shape.architecture == "olmoe":
+        add("output.weight", shape.vocab, shape.hidden)
     norms = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
     if shape.turning:
         for name, most in (("short", 1.2), ("long", 50.0)):
