@@ -59,7 +59,7 @@ SHARED: dict[str, Any] = CHOSEN | {"moe_intermediate_size": 32, "shared_expert_i
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
     "some_dense": ("Qwen3Moe", MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
-    "olmoe": ("Olmoe", SIZES | CHOSEN | {"num_hidden_layers": 3, "intermediate_size": 32}),
+    "olmoe": ("Olmoe", SIZES | CHOSEN | {"num_hidden_layers": 3, "intermediate_size": 32, "num_key_value_heads": 4}),
     "mixtral": ("Mixtral", SIZES | {"num_hidden_layers": 3, "num_local_experts": 6, "tie_word_embeddings": True}),
     "gpt_oss": (
         "GptOss",
@@ -190,6 +190,8 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
         add_field(writer, key, value)
     for tensor_name, values in tensors.items():
         named, stored = _converted(tensor_name, values, fields, family != "Qwen3Next")
+        if family in ("Qwen3Moe", "Olmoe", "Mixtral"):
+            named = named.replace("post_attention_norm", "ffn_norm")
         if family == "Mixtral":
             stored = interleaved(tensor_name, stored)
         is_matrix = stored.ndim > 1 and stored.shape[-1] % 32 == 0 and named.endswith("weight")

@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 import recurrent
 import torch
+from heads import write_head
 from passes import branch, fresh, prefilled, random_parents
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from outpace import LLM, SamplingParams
+from outpace.cli import display
 from outpace.core.errors import UserError
+from outpace.distill.draft_shape import DraftShape, draft_config
 from outpace.models.base import Part, chain
 from outpace.models.files import mxfp4
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufCheckpoint
 from outpace.models.llama.config.experts import SIGMOID, Experts
 from outpace.models.llama.config.llama_config import from_dict
-from outpace.models.llama.torch.experts import choose
+from outpace.models.llama.torch import experts
+from outpace.models.llama.torch.experts import ExpertProduct
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
@@ -123,12 +127,20 @@ def test_the_mixture_is_that_of_the_formula(pairs: Callable[[str], Pair], name: 
         np.testing.assert_allclose(row.numpy(), mixed, atol=2e-5)
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_a_grouped_product_is_that_of_each_expert(has_biases: bool) -> None:
+    weights, biases = torch.randn(5, 16, 32), torch.randn(5, 16) if has_biases else ()
+    rows, ids = torch.randn(7, 32), torch.tensor([0, 0, 2, 2, 2, 3, 4])
+    got, expected = (ExpertProduct([*weights], [*biases], is_grouped)(rows, ids, ()) for is_grouped in (True, False))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_ties_go_to_the_lower_number_and_a_correction_only_chooses() -> None:
-    ids, weights = choose(torch.tensor([[1.0, 3.0, 3.0, 3.0], [0.0, 0.0, 0.0, 0.0]]), Experts(4, 2, 1), None)
+    ids, weights = experts.choose(torch.tensor([[1.0, 3.0, 3.0, 3.0], [0.0, 0.0, 0.0, 0.0]]), Experts(4, 2, 1), None)
     assert ids.tolist() == [[1, 2], [0, 1]]
     assert weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
     sizes = Experts(4, 2, 1, SIGMOID, scale=2.0, corrects_choice=True)
-    ids, weights = choose(torch.tensor([[5.0, 0.0, -1.0, 0.0]]), sizes, torch.tensor([-2.0, 0.0, 0.5, 0.0]))
+    ids, weights = experts.choose(torch.tensor([[5.0, 0.0, -1.0, 0.0]]), sizes, torch.tensor([-2.0, 0.0, 0.5, 0.0]))
     assert ids.tolist() == [[1, 2]]
     chosen = 1 / (1 + np.exp([0.0, 1.0]))
     np.testing.assert_allclose(weights[0], 2 * chosen / chosen.sum(), rtol=1e-5)
@@ -315,3 +327,37 @@ def test_texts_do_not_depend_on_the_method(files: dict[str, str], name: str) -> 
         {},
     ):
         assert texts(files[name], **options) == plain, options
+
+
+def test_a_head_drafts_for_a_mixture_of_experts(tmp_path: Path) -> None:
+    recurrent.make("gpt_oss", tmp_path / "target", num_hidden_layers=8, layer_types=None)
+    target, head = recurrent.with_tokenizer(tmp_path / "target"), write_head(tmp_path / "head")
+    plain = texts(str(target), method="autoregressive")
+    assert texts(str(target), method="speculative", draft=str(head)) == plain
+    with pytest.raises(UserError, match="drafts are not trained from a model with mixtures of experts"):
+        draft_config(json.loads((target / "config.json").read_text()), DraftShape())
+
+
+def test_files_of_gpt_oss_are_not_for_transformers(files: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="experts' rows are in another order than transformers expects"):
+        load_model(files["gpt_oss"], runtime="transformers")
+
+
+def test_rounds_tell_how_many_experts_their_passes_applied(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for options in ({"method": "autoregressive"}, {"method": "speculative", "drafter": "ngram"}):
+        with LLM(files["qwen3_moe"], runtime="llama", **options) as llm:
+            stream = llm.stream(PROMPTS[0], SAMPLED)
+            for _ in stream:
+                pass
+            result = stream.finish()
+        for one in result.rounds:
+            assert one.experts == 3 if one.verified_rows == 1 else 3 < one.experts <= min(8, 3 * one.verified_rows)
+        mean = sum(one.experts for one in result.rounds) / len(result.rounds)
+        assert result.figures.experts_per_pass == pytest.approx(mean)
+        display.show_rounds(result.rounds)
+        shown = capsys.readouterr().err
+        assert f"experts per pass and layer: {mean:.1f}" in shown
+        assert "experts" in shown.splitlines()[2]

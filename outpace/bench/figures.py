@@ -73,6 +73,7 @@ class TableRow:
     reason: str | None
     sources: tuple[tuple[str, int, int], ...] = ()
     relaxed: float | None = None
+    experts_per_pass: float | None = None
     perplexity: float | None = None
     accuracy: float | None = None
     scored: int = 0
@@ -182,6 +183,9 @@ def _drafting(done: Sequence[Record]) -> dict[str, Any]:
         "accepted": accepted if is_reported else None,
         "draft_acceptance": accepted / drafted if is_reported and drafted else None,
         "hit_rate": hits / queries if queries else None,
+        "experts_per_pass": sum((r.experts or 0.0) * len(r.counts) for r in single) / rounds or None
+        if rounds
+        else None,
         "sources": tuple((name, verified[name], written[name]) for name in sorted(verified)),
     }
 

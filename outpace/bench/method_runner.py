@@ -71,6 +71,7 @@ class MethodRunner:
             hits=figures.hits,
             misses=figures.misses,
             relaxed=None if result.lossless else figures.relaxed,
+            experts=figures.experts_per_pass,
             sources=tuple((name, verified, emitted[name]) for name, verified in history.drafted.items()),
         )
 

@@ -33,8 +33,8 @@ class TimedAnswer:
     `positions` counts the rounds that offered and that accepted an i-th draft token.
 
     Only outpace's own methods report the rest. `hits` and `misses` are CARD's; `relaxed` counts the tokens that the
-    exact rule would have rejected, None if the rule is exact. `sources` lists (drafter, verified tokens, emitted
-    tokens).
+    exact rule would have rejected, None if the rule is exact. `experts` is the mean number that a pass applied in a
+    layer. `sources` lists (drafter, verified tokens, emitted tokens).
     """
 
     tokens: tuple[int, ...] = ()
@@ -48,6 +48,7 @@ class TimedAnswer:
     hits: int = 0
     misses: int = 0
     relaxed: int | None = None
+    experts: float | None = None
     sources: tuple[tuple[str, int, int], ...] = ()
 
 

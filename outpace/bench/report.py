@@ -32,7 +32,10 @@ SHORT_CAPTION = (
     "tokens/s: decoding only. Speedup: over plain decoding of the same prompts; worst: of one prompt. Accepted length:"
     " tokens per target pass. --wide shows more."
 )
-COST_CAPTION = " Peak: memory of a process with this method and its workers alone."
+COST_CAPTION = (
+    " Peak: memory of a process with this method and its workers alone. Experts: mean number that a pass applied in a"
+    " layer."
+)
 BATCH_CAPTION = (
     "Several at once: all tokens over the time from the call to the end of the last answer, prefill included."
 )
@@ -152,6 +155,7 @@ SPEED_COLUMNS: Columns = (
     ("same\ntext", _same_text),
 )
 COST_COLUMNS: Columns = (
+    ("experts\nper pass", lambda row: number(row.experts_per_pass, 1)),
     ("peak\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.host)),
     ("GPU\nMB", lambda row: _megabytes(row.peak_memory and row.peak_memory.gpu)),
 )

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from outpace.cli import process
-from outpace.core.stats import percent
+from outpace.core.stats import percent, summarize
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,7 +90,9 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
     groups = Counter(one.verified_rows for one in rounds)
     emitted = sum(one.emitted for one in rounds)
     by_rows = ", ".join(f"{count} of {rows} row{'s' if rows > 1 else ''}" for rows, count in sorted(groups.items()))
-    say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}")
+    experts = summarize(rounds).experts_per_pass
+    ending = f"; experts per pass and layer: {experts:.1f}" if experts else ""
+    say(f"{len(rounds)} rounds wrote {emitted} tokens: {by_rows}{ending}")
     title = "by round: measured, and in brackets what the planner expected"
     rows = list[tuple[str, ...]]()
     for number, one in enumerate(rounds, 1):
@@ -99,9 +101,10 @@ def show_rounds(rounds: Sequence[RoundStats]) -> None:
         if plan is not None:
             widths, why = " ".join(map(str, plan.widths)) or "none", plan.why
             tokens, seconds = f"{tokens} ({plan.tokens:.2f})", f"{seconds} ({1e3 * plan.seconds:.1f})"
-        rows.append((str(number), widths, str(one.verified_rows), tokens, seconds, why))
+        applied = [f"{one.experts:.1f}"] if experts else []
+        rows.append((str(number), widths, str(one.verified_rows), *applied, tokens, seconds, why))
     table = Table(box=None, padding=(0, 1), title_justify="left", title=title)
-    names = ("round", "widths", "rows", "tokens", "ms")
+    names = ("round", "widths", "rows", *(["experts"] if experts else []), "tokens", "ms")
     for name, *cells in zip(names, *rows, strict=False):
         table.add_column(name, justify="right", no_wrap=True, min_width=min(max(map(len, [name, *cells])), 14))
     room = stderr().width - sum((column.min_width or 0) + 2 for column in table.columns) - 2

@@ -61,6 +61,7 @@ class RoundStats(NamedTuple):
     predicted_accepted: int = 0  # predicted tokens that were written
     relaxed: int = 0  # accepted tokens that the exact rule would have rejected
     plan: RoundPlan | None = None  # None: the round was not planned
+    experts: float = 0.0  # that the pass applied in a layer: the mean over the layers with experts, 0 without any
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class RunStats:
     predicted: int = 0
     predicted_accepted: int = 0
     relaxed: int = 0
+    experts: float = 0.0
+
+    @property
+    def experts_per_pass(self) -> float | None:
+        """Return the mean number of experts that a pass applied in a layer; None without mixtures of experts."""
+        return self.experts / self.passes if self.experts else None
 
     @property
     def predicted_rejected(self) -> int:

@@ -83,6 +83,8 @@ def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
     sizes = from_dict(config)
     if sizes.recurrence:
         raise UserError(f"drafts are not trained from a model whose layers include a {sizes.recurrence.kind}")
+    if sizes.experts:
+        raise UserError("drafts are not trained from a model with mixtures of experts: name a smaller dense model")
     layers = pick_layers(shape, sizes.num_layers)
     made = {**config, "num_hidden_layers": len(layers), "head_dim": sizes.head_dim, "dtype": "bfloat16"}
     made["torch_dtype"] = made["dtype"]  # the name that older versions of transformers read

@@ -56,6 +56,7 @@ class BatchOutput(NamedTuple):
     verified: list[VerifyOutput]
     seconds: float
     has_captured: bool  # a CUDA graph was captured, so that the time is not that of a usual pass
+    experts: float  # `Model.distinct_experts`
 
 
 class Engine(AbstractContextManager["Engine"]):
@@ -287,7 +288,8 @@ class Engine(AbstractContextManager["Engine"]):
         began, before = self._clock(), self.target.num_captures
         prefilled, verified = self._runner.run(batch.chunks, batch.trees, meanwhile)
         self.drafting.check_worker()
-        return BatchOutput(prefilled, verified, self._clock() - began, self.target.num_captures > before)
+        seconds, has_captured = self._clock() - began, self.target.num_captures > before
+        return BatchOutput(prefilled, verified, seconds, has_captured, self.target.distinct_experts)
 
     def capture_passes(self) -> None:
         """Make room for a full batch of short texts, and capture the passes that rounds are likely to need, so that no
@@ -328,24 +330,28 @@ class Engine(AbstractContextManager["Engine"]):
         self.drafting.run_drafters(sequences)
         if any(verified.logits is not None for verified in output.verified):
             record_logprobs(sequences, output.verified)
-        times = output.seconds, start, self._clock()
+        measured = output.seconds, output.experts, start, self._clock()
         for sequence, verified in zip(sequences, output.verified, strict=True):
             if isinstance(sequence.action, Commit):
-                run_guarded(sequence, self._commit_one, sequence, sequence.action, verified, times)
+                run_guarded(sequence, self._commit_one, sequence, sequence.action, verified, measured)
             elif not isinstance(sequence.action, Verify | None):  # Verify: it wants another pass
                 sequence.fail(TypeError(f"a decoder answers picks with Commit, not {type(sequence.action).__name__}"))
 
     def _commit_one(
-        self, sequence: TokenSequence, commit: Commit, verified: VerifyOutput, times: tuple[float, float, float]
+        self,
+        sequence: TokenSequence,
+        commit: Commit,
+        verified: VerifyOutput,
+        measured: tuple[float, float, float, float],
     ) -> None:
-        """Commit a sequence's verdict on a pass, and let its drafter follow; `times` as of `record_round`."""
+        """Commit a sequence's verdict on a pass, and let its drafter follow; `measured` as of `record_round`."""
         (tree, verdict, *_), rows = commit, len(verified.picks)
         path = verdict.path
         tokens = sequence.commit(tree, verdict, len(path) - 1)
         sequence.kv.keep = (
             path if path[-1] < rows else [node for node in path if node < rows]
         )  # a late node has no keys
-        sequence.record_round(commit, rows, len(tokens), *times)
+        sequence.record_round(commit, rows, len(tokens), *measured)
         if sequence.finish_reason is None:
             sequence.end_round(self.drafting.follow(sequence, tree, verdict, tokens, verified.feedback))
 

@@ -290,10 +290,10 @@ class TokenSequence:
         return EmittedRows(nodes, [rows[node] for node in nodes], tokens)
 
     def record_round(
-        self, commit: Commit, rows: int, emitted: int, target_seconds: float, start: float, now: float
+        self, commit: Commit, rows: int, emitted: int, target_seconds: float, experts: float, start: float, now: float
     ) -> None:
         """Add the statistics of the round from `start` to `now`, which verified the first `rows` nodes of the tree; a
-        late node may have been accepted after them."""
+        late node may have been accepted after them. `experts`: `Model.distinct_experts` after the pass."""
         tree, verdict, hit, plan = commit
         path, sources, history = verdict.path, [*tree.sources], self.history
         length = longest = len(path) - 1
@@ -314,7 +314,7 @@ class TokenSequence:
         predicted = self._predicted(tree, rows, path, accepted, emitted) if self.request.prediction else (0, 0)
         relaxed = min(verdict.relaxed, accepted)
         figures = drafted, accepted, emitted, longest, hit, rows, *times, *predicted, relaxed
-        history.steps.append(RoundStats(*figures, plan))
+        history.steps.append(RoundStats(*figures, plan, experts))
         history.ended, history.first_token = now, history.first_token or now
         if self.request.rounds:
             walked = tuple(node for node in path[: accepted + 1] if node < rows)

@@ -208,6 +208,7 @@ class ChunkFormat(ResponseFormat):
             "target_ms": round(1000 * step.target_seconds, 3),
             "ms": round(1000 * step.seconds, 3),
             "plan": step.plan and step.plan.to_dict(),
+            **({"experts": round(step.experts, 2)} if step.experts else {}),
         }
 
     def _head(self, kind: str) -> dict[str, Any]:

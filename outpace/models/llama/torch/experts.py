@@ -21,13 +21,14 @@ ROUTER = ".mlp.gate."  # a part of the names of a router's tensors
 
 
 class ExpertProduct:
-    """One matrix, and its bias, of each expert; on a GPU, one grouped product computes them all."""
+    """One matrix, and its bias, of each expert."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        """`weights` [outputs, inputs] and `biases` [outputs], by expert; no biases: an empty sequence."""
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor], is_grouped: bool) -> None:
+        """`weights` [outputs, inputs] and `biases` [outputs], by expert; which may be none. `is_grouped`: one
+        product computes all of them, as is fast on a GPU."""
         self._stack = self._bias = None  # type: Tensor | None
         self.linears: list[Linear] = []
-        if weights[0].is_cuda:
+        if is_grouped:
             self._stack = torch.stack([*weights]).transpose(1, 2)
             self._bias = torch.stack([*biases]) if biases else None
         else:
@@ -134,7 +135,8 @@ def choose(logits: Tensor, sizes: Experts, correction: Tensor | None) -> tuple[T
 def load_experts(sizes: Experts, prefix: str, norm: Tensor, fetch: Callable[[str], Tensor]) -> ExpertWeights:
     """Load a layer's experts, whose names begin with `prefix`. `norm` [hidden]: the weights of the norm before them,
     times sqrt(hidden)."""
-    is_folded = fetch(f"{prefix}experts.0.gate_proj.weight").dtype == torch.float32
+    first = fetch(f"{prefix}experts.0.gate_proj.weight")
+    is_folded, on_gpu = first.dtype == torch.float32, first.is_cuda
 
     def fold(weight: Tensor) -> Tensor:
         return weight * norm if is_folded else weight
@@ -152,10 +154,13 @@ def load_experts(sizes: Experts, prefix: str, norm: Tensor, fetch: Callable[[str
     return ExpertWeights(
         sizes,
         None if is_folded else norm,
-        ExpertProduct([fold(gate_up(part, "weight")) for part in parts], [gate_up(part, "bias") for part in biased]),
+        ExpertProduct(
+            [fold(gate_up(part, "weight")) for part in parts], [gate_up(part, "bias") for part in biased], on_gpu
+        ),
         ExpertProduct(
             [fetch(f"{prefix}{part}.down_proj.weight") for part in parts],
             [fetch(f"{prefix}{part}.down_proj.bias") for part in biased],
+            on_gpu,
         ),
         fetch(f"{prefix}gate.e_score_correction_bias").double() if sizes.corrects_choice else None,
         shared,
