@@ -288,6 +288,11 @@ class Model:
         return 0.0
 
     @property
+    def promised_bytes(self) -> int:
+        """Bytes of memory that weights may still take, because they are loaded when passes need them."""
+        return 0
+
+    @property
     def precision(self) -> str:
         """Format of the weights: int8, or the name of a torch type; "" if unknown."""
         return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
