@@ -14,8 +14,8 @@ demo: .venv/installed  # answers two prompts with four methods, compares texts a
 	.venv/bin/outpace demo
 	@echo "==> next: . .venv/bin/activate, then outpace chat; docs/start.md goes on from there"
 
-test: .venv/installed-dev  # runs the tests in JOBS=2 processes
-	$(RUN) -m pytest -n $(JOBS) --dist worksteal
+test: .venv/installed-dev  # runs the tests in JOBS=2 processes; writes the slowest to build/slowest_tests.txt
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal --slowest build/slowest_tests.txt
 
 test-all: .venv/installed-dev  # runs the tests, those marked `long` included
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m ""

@@ -15,23 +15,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from common import append_row, finish, numbers, parse, run, show
 from slowed_model import SlowedModel
-from wire import ADDRESSES, Wire, enter, why_not
+from wire import ADDRESSES, Side, Wire, join, lines, why_not
 
 import outpace
 from outpace.bench.tasks import BUILT_IN, collect
@@ -61,6 +58,7 @@ from outpace.simulate.setups import SetupSizes, by_ratio, select_setups
 TARGET, DRAFT = ADDRESSES[:2]
 DRAFT_PORT, CLIENT_PORT = 8100, 8001
 NODES, WIDTH = 32, 16
+Say = Callable[[dict[str, Any]], None]  # answers the parent
 RATE_DELAY = 5.0  # milliseconds, of the row with a limited rate
 
 
@@ -79,7 +77,7 @@ def paced_draft(seconds: float) -> tuple[Any, Loaded, Identity]:
     return build_card_drafter("model", slowed, {"width": WIDTH, "tree_nodes": 2048}), draft, own
 
 
-def target_side(args: argparse.Namespace, answers: trace.Trace) -> None:
+def target_side(args: argparse.Namespace, answers: trace.Trace, say: Say) -> None:
     """Serve drafting clients, and answer the prompts through a draft worker whenever a line asks for it."""
     target = paced_target(args.pass_ms / 1e3)
     own = identity_of(target)
@@ -97,7 +95,7 @@ def target_side(args: argparse.Namespace, answers: trace.Trace) -> None:
         seconds, tokens = sum(one.seconds for one in steps), sum(one.emitted for one in steps)
         return {"seconds_per_token": seconds / tokens, "tokens_per_pass": tokens / len(steps), "texts": texts}
 
-    for line in commands():
+    for line in lines():
         options = EngineOptions(nodes=NODES, reuse=False)
         if line == "plain":
             with Engine(target.model, options=options) as engine:
@@ -111,10 +109,10 @@ def target_side(args: argparse.Namespace, answers: trace.Trace) -> None:
                 say(found | {"step_seconds": worker.step_seconds, "link_seconds": worker.round_trip_seconds})
         elif line == "serve":
             with outpace.LLM(target, "none", method="autoregressive", nodes=NODES, reuse=False) as llm:
-                serve(llm)
+                serve(llm, say)
 
 
-def serve(llm: outpace.LLM) -> None:
+def serve(llm: outpace.LLM, say: Say) -> None:
     """Serve drafting clients until the next line."""
     options = ServerOptions(host=TARGET, port=0, insecure=True, draft_port=CLIENT_PORT)
     service = Service(llm, options)
@@ -125,20 +123,20 @@ def serve(llm: outpace.LLM) -> None:
         while not server.started:
             time.sleep(0.02)
         say({"port": service.draft_port})
-        next(commands(), None)
+        next(lines(), None)
         server.handle_exit(15, None)
         thread.join()
     say({})
 
 
-def draft_side(args: argparse.Namespace, answers: trace.Trace) -> None:
+def draft_side(args: argparse.Namespace, answers: trace.Trace, say: Say) -> None:
     """Serve a drafter, and let a client answer the prompts whenever a line asks for it."""
-    for line in commands():
+    for line in lines():
         drafter, draft, own = paced_draft(args.step_ms / 1e3)
         if line == "serve":
             with DraftServer(drafter, own) as server:
                 say({"port": server.listen(DRAFT, DRAFT_PORT)})
-                next(commands(), None)
+                next(lines(), None)
             say({})
         elif line == "client":
             seconds, tokens, texts, passes = 0.0, 0, [], 0
@@ -151,56 +149,6 @@ def draft_side(args: argparse.Namespace, answers: trace.Trace) -> None:
                     passes += len(result.rounds) - 1
                     texts.append(list(result.tokens))
             say({"seconds_per_token": seconds / tokens, "tokens_per_pass": tokens / passes, "texts": texts})
-
-
-def commands() -> Any:
-    """Yield the lines that the parent sends."""
-    while line := sys.stdin.readline().strip():
-        yield line
-
-
-def say(value: dict[str, Any]) -> None:
-    """Send the parent a line."""
-    REPLIES.write(json.dumps(value) + "\n")
-    REPLIES.flush()
-
-
-REPLIES = sys.stdout
-
-
-class Side:
-    """A process in a namespace of its own."""
-
-    def __init__(self, name: str, arguments: list[str]) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, __file__, "--side", name, "--socket", str(theirs.fileno()), *arguments]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        [self.device] = socket.recv_fds(ours, 1, 1)[1]
-        ours.close()
-
-    def ask(self, line: str) -> dict[str, Any]:
-        """Send a line; return the answer."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"a side ended at {line!r}")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
 
 
 def record(path: Path, args: argparse.Namespace) -> trace.Trace:
@@ -243,39 +191,30 @@ def predict(recorded: trace.Trace, pass_seconds: float, step_seconds: float, del
     return float(outcome.speedup)
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delays", default="0,5,20,100")
-    parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--pass-ms", type=float, default=100.0)
-    parser.add_argument("--step-ms", type=float, default=10.0)
-    parser.add_argument("--answers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--layouts", default="worker,client")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--side", choices=("target", "draft"), help=argparse.SUPPRESS)
-    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    options: dict[str, Any] = {"delays": "0,5,20,100", "rate": 1.0, "pass_ms": 100.0, "step_ms": 10.0, "answers": 4}
+    options |= {"tokens": 48, "runs": 3, "layouts": "worker,client", "out": Path, "trace": Path}
+    args = parse(__doc__, **options, side=str, address=str, socket=int)
     if args.side:
-        run_side(args)
-        return
+        say = join(args)
+        set_num_threads(1)
+        (target_side if args.side == "target" else draft_side)(args, trace.load(args.trace), say)
+        return 0
     if reason := why_not():
         raise SystemExit(f"{reason}; nothing was measured")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = args.trace or Path(folder, "pair.trace")
         recorded = trace.load(path) if path.exists() else record(path, args)
         arguments = ["--trace", str(path), "--pass-ms", str(args.pass_ms), "--step-ms", str(args.step_ms)]
-        sides = Side("target", arguments), Side("draft", arguments)
+        sides = Side("target", arguments, TARGET), Side("draft", arguments, DRAFT)
         for side in sides:
             stack.callback(side.close)
         wire = stack.enter_context(Wire([side.device for side in sides]))
         plain = sides[0].ask("plain")
         texts = [list(one.tokens) for one in recorded.answers]
         rows, equal = [], plain["texts"] == texts
-        ways = [(float(delay), math.inf) for delay in args.delays.split(",")]
+        ways = [(delay, math.inf) for delay in numbers(args.delays)]
         ways += [(RATE_DELAY, args.rate * 1e6)] if args.rate else []
         for delay, rate in ways:
             wire.delay, wire.rate = delay / 1e3, rate
@@ -287,32 +226,11 @@ def main() -> None:
                 row |= {"speedup": plain["seconds_per_token"] / found["seconds_per_token"]}
                 row |= {"simulated": predict(recorded, plain["seconds_per_token"], step, wire.delay)}
                 row |= found | {"pass_seconds": plain["seconds_per_token"]}
-                rows.append(row)
+                rows.append(append_row(args.out, row))
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                if args.out is not None:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-    table = Table(title=f"{len(texts)} answers, passes of {args.pass_ms:g} ms, forwards of {args.step_ms:g} ms")
-    for column in rows[0]:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=180).print(table)
-    print(json.dumps({"rows": rows, "equal": equal}))
-    sys.exit(0 if equal else 1)
-
-
-def run_side(args: argparse.Namespace) -> None:
-    """Run one side's process."""
-    global REPLIES  # the server's log goes to stdout
-    side = ("target", "draft").index(args.side)
-    with socket.socket(fileno=args.socket) as parent:
-        socket.send_fds(parent, [b"device"], [enter(ADDRESSES[side])])
-    REPLIES = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    set_num_threads(1)
-    (target_side, draft_side)[side](args, trace.load(args.trace))
+    show(rows, f"{len(texts)} answers, passes of {args.pass_ms:g} ms, forwards of {args.step_ms:g} ms")
+    return finish({"rows": rows, "equal": equal}, not equal)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,25 +9,20 @@ run over the other, which shows the noise of the machine. The last line is JSON;
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from prompts import chat_tokens, finish, read_prompts, shipped_pair
+from common import TASKS, chat_tokens, finish, parse, read_prompts, run, shipped_pair, show
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded
 
-TASKS = ("mt_bench", "gsm8k", "humaneval", "spec_bench")
 AGAIN = "plain again"
 METHODS = {"plain": "autoregressive", "auto": "auto", AGAIN: "autoregressive"}
 Seconds = dict[str, list[float]]  # by variant
@@ -80,48 +75,28 @@ class Batches:
         }
 
 
-def report(found: dict[int, dict[str, Any]]) -> None:
-    """Print the table."""
-    table = Table("batch", "plain, tokens/s", "auto", "auto over plain (quartiles)", "plain over plain (quartiles)")
-    for batch, row in found.items():
-        pairs = [
-            f"{middle:.3f} ({low:.3f} to {high:.3f})" for low, middle, high in (row["ratio"], row["plain_over_plain"])
-        ]
-        table.add_row(str(batch), str(row["plain"]), str(row["auto"]), *pairs)
-    Console(width=120).print(table)
-
-
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--batch", default="2,4,8,16")
-    parser.add_argument("--prompts", type=int, default=6, help="prompts per task")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=8)
-    args = parser.parse_args()
+    args = parse(__doc__, data=..., batch="2,4,8,16", prompts=6, tokens=96, rounds=8)
     if args.rounds < 2:
         raise UserError(f"--rounds must be at least 2, not {args.rounds}")
     texts = {name: text for task in read_prompts(args.data, TASKS, args.prompts) for name, text in task.items()}
     target, draft = shipped_pair()
     prompts = [chat_tokens(target, text) for text in texts.values()]
-    batches = [int(part) for part in args.batch.split(",")]
+    sizes = [int(part) for part in args.batch.split(",")]
     found: dict[int, dict[str, Any]] = {}
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("rounds", total=len(batches) * args.rounds)
-        for batch in batches:
-            batches = Batches(target, draft, prompts, batch, args.tokens)
+        task = progress.add_task("rounds", total=len(sizes) * args.rounds)
+        for size in sizes:
+            batches = Batches(target, draft, prompts, size, args.tokens)
             for number in range(args.rounds):
                 batches.round(number)
                 progress.advance(task)
             batches.close()
-            found[batch] = batches.figures()
-    report(found)
-    finish({"prompts": len(prompts), "batches": found}, sum(row["differing"] for row in found.values()))
+            found[size] = batches.figures()
+    show([{"batch": size, **row} for size, row in found.items()])
+    return finish({"prompts": len(prompts), "batches": found}, sum(row["differing"] for row in found.values()))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -3,9 +3,9 @@
 Run: python bench/card_widths.py --trace pair.trace --draft-times 1:1.48,16:1.60,64:1.75 --out widths.png
      [--ratio 7] [--methods card,planned] [--widths 4,8,16,32,64,128,256] [--answers 12] [--nodes 32] [--rows FILE]
 The trace is one of `outpace bench --trace`. `--draft-times` are measured times of a draft step by rows; a target pass
-takes `--ratio` times as long as a draft step of one row, for any number of rows. `--draft-times NAME=TIMES` may be
-repeated; each is a line of the plot. Every point is printed and appended to `--rows`; points that this file already has
-are not simulated again. Needs matplotlib.
+takes `--ratio` times as long as a draft step of one row, for any number of rows. Several `NAME=TIMES` are several lines
+of the plot. Every point is printed and appended to `--rows`; points that this file already has are not simulated again.
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from common import append_row, numbers, parse, read_rows, run
 
 from outpace.api.plot import figure_for
 from outpace.bench.plot import COLORS
@@ -30,17 +32,15 @@ Row = dict[str, Any]
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Simulate every method at every width and cost; return one row for each."""
-    found: list[Row] = []
-    if args.rows is not None and args.rows.exists():
-        found = [json.loads(line) for line in args.rows.read_text(encoding="utf-8").splitlines()]
+    found: list[Row] = read_rows(args.rows)
     recorded = limit_trace(trace.load(args.trace), args.answers)
     for given in args.draft_times:
         label, _, times = given.rpartition("=")
         draft = parse_curve("draft-times", times)
         costs = PassCosts(label, lambda rows, draft=draft: args.ratio * draft(1), draft)
-        for width in args.widths:
+        for width in map(int, numbers(args.widths)):
             named = {setup.name: setup for setup in setups(SetupSizes(args.nodes, width, MAX_NODES))}
-            for method in args.methods:
+            for method in args.methods.split(","):
                 key = {"draft": label, "method": method, "width": width}
                 if any(key.items() <= row.items() for row in found):
                     continue
@@ -48,11 +48,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
                 *_, outcome = simulate(recorded, [named[PLAIN], setup], [costs])
                 figures = outcome.figures
                 row = key | {"speedup": outcome.speedup, "length": figures.mean_accepted_length}
-                found.append(row | {"hits": figures.hit_rate, "step": draft(width) / draft(1)})
-                print(json.dumps(found[-1]), flush=True)
-                if args.rows is not None:
-                    with args.rows.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(found[-1]) + "\n")
+                row |= {"hits": figures.hit_rate, "step": draft(width) / draft(1)}
+                found.append(append_row(args.rows, row))
+                print(json.dumps(row), flush=True)
     return found
 
 
@@ -85,21 +83,10 @@ def plot(rows: Sequence[Row], args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--draft-times", action="append", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ratio", type=float, default=7.0)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=["card", "planned"])
-    parser.add_argument(
-        "--widths", type=lambda text: list(map(int, text.split(","))), default=[4, 8, 16, 32, 64, 128, 256]
-    )
-    parser.add_argument("--answers", type=int)
-    parser.add_argument("--nodes", type=int, default=32)
-    parser.add_argument("--rows", type=Path)
-    args = parser.parse_args()
+    options: dict[str, Any] = {"trace": ..., "out": ..., "draft_times": [""], "ratio": 7.0, "answers": int, "nodes": 32}
+    args = parse(__doc__, **options, methods="card,planned", widths="4,8,16,32,64,128,256", rows=Path)
     plot(measure(args), args)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

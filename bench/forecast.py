@@ -9,14 +9,13 @@ the shipped pair's, and a pass costs what a target of that size costs. The last 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from common import finish, parse, run
 from forecast_train import build, split
 from gluonts.dataset.common import ListDataset
 from gluonts.dataset.split import TestData
@@ -166,19 +165,15 @@ def times(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def main() -> int:
     """Run one of the two measurements."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("accuracy", "times"))
-    parser.add_argument("--windows", type=int, default=4, help="forecasts of each held-out series")
-    parser.add_argument("--samples", type=int, default=100, help="paths of each forecast")
-    parser.add_argument("--repeats", type=int, default=2, help="timings of each forecast")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    options = parser.parse_args()
+    given = {"positional": {"what": str}, "choices": {"what": ("accuracy", "times")}}
+    options = parse(__doc__, **given, windows=4, samples=100, repeats=2, threads=1)
     torch.set_num_threads(options.threads)
-    found: Any = accuracy(options.windows, options.samples) if options.what == "accuracy" else times(options.repeats)
-    print(json.dumps(found))
+    if options.what == "accuracy":
+        return finish(accuracy(options.windows, options.samples), False)
+    return finish({"rows": times(options.repeats)}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -4,12 +4,13 @@ in the last fifth of the time the draft alone.
 The data are SimBench's load profiles of a year (`pip install --no-deps simbench`; ODbL). 15 series and the last fifth
 of time are held out. The run may be stopped and started again; it continues from its last checkpoint.
 
-    python bench/forecast_train.py --out FOLDER [--minutes 30] [--threads 1]
+    python bench/forecast_train.py --out FOLDER [--minutes 30] [--threads 1] [--draft-length 0]
+
+--minutes of processor time; --draft-length, which `bench/forecast.py times` finds, is drafted if a seed is given.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from common import parse, run
 from torch import Tensor
 from torch.distributions import Distribution
 from transformers import LlamaConfig
@@ -193,20 +195,13 @@ class Run:
 
 def main() -> None:
     """Read the options, train and write the pair."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the checkpoint and of the pair")
-    parser.add_argument("--minutes", type=float, default=30.0, help="processor time to train")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument(
-        "--draft-length", type=int, default=0, help="patches to draft with a seed; bench/forecast.py times finds it"
-    )
-    options = parser.parse_args()
+    options = parse(__doc__, out=..., minutes=30.0, threads=1, draft_length=0)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(options.out, options.minutes)
-    run.train()
-    run.export(options.draft_length)
+    training = Run(options.out, options.minutes)
+    training.train()
+    training.export(options.draft_length)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

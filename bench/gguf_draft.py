@@ -9,8 +9,6 @@ line names the position and the gap between the logits of both tokens there. The
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import finish, parse, run
 
 from outpace.bench.peer import PeerSettings
 from outpace.bench.peers.llama_cpp import open_llama
@@ -34,15 +33,10 @@ NEAR = {"F32": 0.01, "": 0.5}
 CONTEXT = 1024
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target")
-    parser.add_argument("--draft", default=SHIPPED)
-    parser.add_argument("--kind", choices=("F32", ""), default="")
-    parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=64)
-    args = parser.parse_args()
+    options: dict[str, Any] = {"target": str, "draft": SHIPPED, "kind": "", "prompts": 20, "tokens": 64}
+    args = parse(__doc__, choices={"kind": ("F32", "")}, **options)
     target = locate(args.target)
     with open_source(target) as source:
         tokenizer = tokenizer_of(source)
@@ -69,8 +63,7 @@ def main() -> None:
                 print(f"prompt {number}: token {place} differs, a gap of {gaps[-1]:.3f}", file=sys.stderr)
         drafting.close()
     found = {"prompts": len(prompts), "equal": same, "gaps": gaps, "drafted": drafted, "accepted": accepted}
-    print(json.dumps(found))
-    sys.exit(1 if any(one > NEAR[args.kind] for one in gaps) else 0)
+    return finish(found, any(one > NEAR[args.kind] for one in gaps))
 
 
 def decode(llama: Any, prompt: Sequence[int], count: int) -> list[int]:
@@ -90,4 +83,4 @@ def gap(llama: Any, text: Sequence[int], first: int, second: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,24 +13,24 @@ the layers for multi-token prediction in files of Qwen3.5, with the target's out
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
+from common import parse, run
 
 from outpace.core.arrays import num_cores
 from outpace.core.machine import memory_bandwidth
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-from outpace.models.heads.config import DFLASH, DSPARK, EAGLE3, P_EAGLE, HeadConfig
+from outpace.models.heads.config import DFLASH, DSPARK, EAGLE3, P_EAGLE, HeadConfig, head_class
 from outpace.models.heads.files import HeadFiles, HeadTensor
-from outpace.models.heads.native import NativeBlock, NativeEagle, NativeHead, NativeJoined
+from outpace.models.heads.native import NativeWeights
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.load import load_draft, load_model
@@ -156,9 +156,9 @@ def hidden_states(head: HeadConfig, count: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((len(head.taps), count, head.target_width)).astype(np.float32)
 
 
-def eagle_steps(model: NativeEagle | NativeJoined, widths: list[int]) -> dict[str, float]:
+def eagle_steps(model: Any, widths: list[int]) -> dict[str, float]:
     """Return the milliseconds of a step by its number of nodes; for P-EAGLE, of a block."""
-    head, session = model.head, model.open(CONTEXT + 4 * NEW, 64)
+    head, session = model.spec, model.open(CONTEXT + 4 * NEW, 64)
     text = np.random.default_rng(1).integers(0, ROWS, CONTEXT + NEW).tolist()
     session.add_features(model.fuse(hidden_states(head, CONTEXT)))
     model.score_sparse([chain(session, text[: CONTEXT - 1])])
@@ -186,45 +186,40 @@ def eagle_steps(model: NativeEagle | NativeJoined, widths: list[int]) -> dict[st
     return {str(masks + 1): median_milliseconds(step, lambda: session.keep(()))}
 
 
-def block_steps(model: NativeBlock) -> dict[str, float]:
+def block_steps(model: Any) -> dict[str, float]:
     """Return the milliseconds of a block by the number of tokens that it drafts."""
-    session, new = model.open(CONTEXT + 4 * NEW, 64), hidden_states(model.head, NEW)
-    session.add_features(model.fuse(hidden_states(model.head, CONTEXT)))
+    session, new = model.open(CONTEXT + 4 * NEW, 64), hidden_states(model.spec, NEW)
+    session.add_features(model.fuse(hidden_states(model.spec, CONTEXT)))
     model.read_features([session])
 
     def step() -> None:
         session.add_features(model.fuse(new))
         draft = model.draft([session], [1])
-        for depth in range(model.head.num_drafted):
+        for depth in range(model.spec.num_drafted):
             draft.layer(0, depth, [[1] * (depth + 1)])
 
-    return {str(model.head.num_drafted): median_milliseconds(step, lambda: session.truncate(CONTEXT))}
+    return {str(model.spec.num_drafted): median_milliseconds(step, lambda: session.truncate(CONTEXT))}
 
 
 def main() -> None:
     """Time the kinds and shapes that the arguments name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("int4", "int8"), default="int4")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES], choices=SHAPES)
-    parser.add_argument("--mtp", nargs="+", default=[], metavar="TARGET", help="files of targets; no other kinds then")
-    args = parser.parse_args()
-    for file in args.mtp:
+    choices = {"dtype": ("int4", "int8"), "kinds": KINDS, "shapes": SHAPES}
+    args = parse(__doc__, choices=choices, dtype="int4", nodes=[1, 4, 8], kinds=[*KINDS], shapes=[*SHAPES], mtp=[""])
+    targets = [file for file in args.mtp if file]
+    for file in targets:
         target = load_model(file)
         report(file, "mtp", target.precision, load_draft("mtp", target).model, args.nodes)
-    for name in args.shapes if not args.mtp else ():
+    for name in args.shapes if not targets else ():
         for kind in args.kinds:
             head, files = random_head(kind, SHAPES[name])
             options: Any = NativeOptions(num_cores(), "float16", weights=args.dtype)
-            built = NativeBlock if head.block else NativeEagle
-            model = built.from_files(files, head, None, options)
+            model = head_class(head.kind)(head, NativeWeights(files, None, options))
             report(name, kind, args.dtype, model, args.nodes)
 
 
-def report(name: str, kind: str, dtype: str, model: NativeHead, widths: list[int]) -> None:
+def report(name: str, kind: str, dtype: str, model: Any, widths: list[int]) -> None:
     """Time the steps of a head and print them."""
-    found = block_steps(model) if isinstance(model, NativeBlock) else eagle_steps(cast(Any, model), widths)
+    found = block_steps(model) if model.spec.block else eagle_steps(model, widths)
     size = model.weight_bytes
     row = {"head": name, "kind": kind, "dtype": dtype, "gigabytes": round(size / 1e9, 2)}
     row["floor"] = round(size / memory_bandwidth() * 1000, 1)
@@ -232,4 +227,4 @@ def report(name: str, kind: str, dtype: str, model: NativeHead, widths: list[int
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

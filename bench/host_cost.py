@@ -10,7 +10,6 @@ insertion into the cache. Medians.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from common import parse, run
 from outpace_kernels import TopKRows
 
 from outpace.card.cache import CandidateCache
@@ -187,9 +187,7 @@ def card_loop(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300, help="rounds of each measurement (default: 300)")
-    rounds = parser.parse_args().rounds
+    rounds = parse(__doc__, rounds=300).rounds
     for requests in (1, 8, 32):
         for decoder in (Autoregressive, Speculative, Auto):
             for kind, seconds in (("", table_seconds), ("graphs, ", graph_seconds)):
@@ -201,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

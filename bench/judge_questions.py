@@ -8,12 +8,13 @@ NAME-test.jsonl, which share no question.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import parse, run
 
 NAMES = ("Tom", "Anna", "Peter", "Maria", "Omar", "Lucy", "Ivan", "Sara", "Ben", "Nina", "Paul", "Emma")
 THINGS = ("apples", "books", "coins", "pencils", "cards", "shells", "stamps", "marbles", "plates", "flowers")
@@ -62,16 +63,11 @@ def write(folder: Path, task: str, counts: dict[str, int], seed: int) -> None:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--mine", type=int, default=300, help="questions of each task to learn from")
-    parser.add_argument("--test", type=int, default=100, help="other questions to test on")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parse(__doc__, out=..., mine=300, test=100, seed=0)
     args.out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         write(args.out, task, {"mine": args.mine, "test": args.test}, args.seed)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

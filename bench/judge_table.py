@@ -11,17 +11,14 @@ with p > (1 - l) max p (Leviathan et al., arXiv:2211.17192, appendix A.5), as ru
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from common import finish, parse, run
+from common import show as show_table
 
 from outpace import UserError
 from outpace.bench.contenders import parse_options
@@ -127,11 +124,11 @@ def table_rows(measured: dict[str, Measured]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table("rule", "setting", "right", "tokens per pass", "tokens/s over greedy", "relaxed")
+    shown = []
     for row in rows:
-        cells = [f"{row[name][0]:.2f} ({row[name][1]:.2f} to {row[name][2]:.2f})" for name in FIGURES]
-        table.add_row(row["rule"], row["setting"], *cells, f"{row['relaxed']:.0%}")
-    Console(width=140).print(table)
+        cells = {name: "{:.2f} ({:.2f} to {:.2f})".format(*row[name]) for name in FIGURES}
+        shown.append({"rule": row["rule"], "setting": row["setting"], **cells, "relaxed": f"{row['relaxed']:.0%}"})
+    show_table(shown, width=140)
 
 
 FIGURES = ("right", "tokens_per_pass", "speed")
@@ -144,55 +141,37 @@ def plot(named: dict[str, list[dict[str, Any]]], file: Path) -> None:
     figure = Figure(figsize=(11.0, 4.2 * len(named)), layout="constrained")
     panels = figure.subplots(len(named), 2, squeeze=False)
     for row_of_panels, (task, rows) in zip(panels, named.items(), strict=True):
+        lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in rows:
+            lines.setdefault((row["rule"], str(row["setting"]).partition("temperature ")[2]), []).append(row)
         for axes, measure, text in zip(
             row_of_panels, FIGURES[1:], ("tokens per target pass", "tokens/s over greedy speculation"), strict=True
         ):
-            for kind in dict.fromkeys(row["rule"] for row in rows):
-                own = [row for row in rows if row["rule"] == kind]
-                for temperature in dict.fromkeys(_temperature(row) for row in own):
-                    some = [row for row in own if _temperature(row) == temperature]
-                    _draw(
-                        axes,
-                        f"{kind}{f', T {temperature}' if temperature else ''}",
-                        kind,
-                        some,
-                        measure,
-                        bool(temperature),
-                    )
+            for (kind, temperature), own in lines.items():
+                _draw(axes, kind, temperature, own, measure)
             axes.set_title(task, loc="left", fontsize=10)
-            axes.set_xlabel(text)
-            axes.set_ylabel("share of right answers")
-            axes.set_ylim(0, 1)
+            axes.set(xlabel=text, ylabel="share of right answers", ylim=(0, 1))
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.3)
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(file, dpi=120)
 
 
-def _temperature(row: dict[str, Any]) -> str:
-    return str(row["setting"]).partition("temperature ")[2]
-
-
-def _draw(axes: Any, name: str, kind: str, rows: list[dict[str, Any]], measure: str, is_sampled: bool) -> None:
+def _draw(axes: Any, kind: str, temperature: str, rows: list[dict[str, Any]], measure: str) -> None:
     """Draw the settings of one rule, joined in the order of their speed; hollow where it samples."""
     rows = sorted(rows, key=lambda row: float(row[measure][0]))
     x, y = (np.array([row[figure] for row in rows]) for figure in (measure, "right"))
     spans = [np.abs(points[:, 1:] - points[:, :1]).T for points in (x, y)]
-    marks = {"autoregressive": "x", "greedy": "s", "gumbel": "s"}
-    style = {"marker": marks.get(kind, "o"), "ls": "--" if is_sampled else "-", "lw": 1, "elinewidth": 0.4, "ms": 5}
-    color = COLORS.get(kind, NEUTRAL)
-    axes.errorbar(
-        x[:, 0], y[:, 0], spans[1], spans[0], color=color, mfc="none" if is_sampled else color, label=name, **style
-    )
+    marker = {"autoregressive": "x", "greedy": "s", "gumbel": "s"}.get(kind, "o")
+    style = {"marker": marker, "ls": "--" if temperature else "-", "lw": 1, "elinewidth": 0.4, "ms": 5}
+    color = style["color"] = COLORS.get(kind, NEUTRAL)
+    style |= {"mfc": "none" if temperature else color, "label": f"{kind}{f', T {temperature}' if temperature else ''}"}
+    axes.errorbar(x[:, 0], y[:, 0], spans[1], spans[0], **style)
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args()
+    args = parse(__doc__, {"folders": [Path]}, plot=Path)
     named: dict[str, list[dict[str, Any]]] = {}
     for folder in args.folders:
         name, measured = read(folder)
@@ -201,11 +180,8 @@ def main() -> None:
         show(named[name])
     if args.plot:
         plot(named, args.plot)
-    print(json.dumps(named))
+    return finish(named, False)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
+from common import finish, parse, run
 from gguf import GGUFReader
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -56,18 +57,12 @@ def shares(file: Path, counts: list[int]) -> list[int]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--plan", default="10,13,13")
-    parser.add_argument("--limit-mb", type=float, default=1300.0)
-    parser.add_argument("--tokens", type=int, default=6)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(__doc__, {"file": Path}, plan="10,13,13", limit_mb=1300.0, tokens=6, rank=int)
     if args.rank is not None:
         run_rank(args)
-        return
+        return 0
     counts = [int(count) for count in args.plan.split(",")]
     held = shares(args.file, counts)
     with args.file.open("rb") as opened:
@@ -95,8 +90,9 @@ def main() -> None:
         for group in groups:
             with suppress(OSError):
                 group.rmdir()
-    print(json.dumps({"limit": args.limit_mb, "file": round(args.file.stat().st_size / MB), "ranks": rows}))
+    found = {"limit": args.limit_mb, "file": round(args.file.stat().st_size / MB), "ranks": rows}
+    return finish(found, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,15 +15,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import socket
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from wire import ADDRESSES, NAME, Wire, enter, why_not
+from common import append_row, finish, numbers, parse, run
+from wire import ADDRESSES, NAME, Side, Wire, join, lines, why_not
+
+import outpace
+from outpace.bench.tasks import BUILT_IN, collect
+from outpace.core.theory import pipeline_speedup
 
 PORT = 29500
 LENGTH, NODES = 6, 16  # of a tree
@@ -32,107 +34,57 @@ LOSSLESS, LOSSY = "rejection", "adaptive"
 
 def run_rank(args: argparse.Namespace) -> None:
     """Run one rank's process."""
-    rank, ranks = args.rank, len(args.plan.split(","))
-    with socket.socket(fileno=args.socket) as parent:
-        socket.send_fds(parent, [b"device"], [enter(ADDRESSES[rank])])
+    say = join(args)
     Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle").write_text("0")  # for trees of 76 kB; this namespace only
-    values = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-    values |= {"GLOO_SOCKET_IFNAME": NAME.decode(), "OMP_NUM_THREADS": 1, "OUTPACE_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in values.items()})
-
-    import outpace  # not before: it reads the environment
-    from outpace.bench.tasks import BUILT_IN, collect
-
     given: dict[str, Any] = {"method": "speculative", "draft_length": LENGTH, "nodes": NODES, "reuse": False}
     given |= {"pp_plan": args.plan, "rules": (LOSSLESS, LOSSY)}
     with outpace.load(None, **given) as llm:
         prompts = [[{"role": "user", "content": one.text}] for one in collect([BUILT_IN], args.prompts)]
         kinds: dict[str, dict[str, Any]] = {"plain": {"plain": True}, "tree": {}}
         kinds |= {rule: {"rule": rule, "temperature": 1.0} for rule in (LOSSLESS, LOSSY)}
-        for line in itertools.chain(["warm-up"], sys.stdin):
-            kind, is_first = kinds.get(line.strip(), {}), line == "warm-up"
+        for kind in itertools.chain(["warm-up"], lines()):
             seconds, tokens, passes, texts = 0.0, 0, 0, []
-            for prompt in prompts[:1] if is_first else prompts:
-                options = {"temperature": 0.0, "max_tokens": args.tokens, "seed": 1, "ignore_eos": True} | kind
-                result = llm.stream(prompt, **options).finish()
+            for prompt in prompts[:1] if kind == "warm-up" else prompts:
+                options = {"temperature": 0.0, "max_tokens": args.tokens, "seed": 1, "ignore_eos": True}
+                result = llm.stream(prompt, **options | kinds.get(kind, {})).finish()
                 later = result.rounds[1:]  # the first includes the prefill
                 seconds += sum(one.seconds for one in later)
                 tokens, passes = tokens + sum(one.emitted for one in later), passes + len(later)
                 texts.append(list(result.tokens))
-            found = {"seconds": seconds, "tokens": tokens, "passes": passes, "texts": texts}
-            print(json.dumps(found), flush=True)
+            say({"seconds": seconds, "tokens": tokens, "passes": passes, "texts": texts})
 
 
-class Ranks:
-    """The processes of a pipeline, each in a namespace of its own."""
-
-    def __init__(self, count: int, arguments: list[str]) -> None:
-        self.devices, self._processes = list[int](), list[subprocess.Popen[str]]()
-        for rank in range(count):
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, __file__, "--rank", str(rank), "--socket", str(theirs.fileno()), *arguments]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._processes.append(subprocess.Popen(command, text=True, pass_fds=[theirs.fileno()], **pipes))
-            theirs.close()
-            self.devices += socket.recv_fds(ours, 1, 1)[1]
-            ours.close()
-
-    def ask(self, line: str = "") -> dict[str, Any]:
-        """Send rank 0 a line, if any; return its next answer."""
-        first = self._processes[0]
-        assert first.stdin is not None
-        assert first.stdout is not None
-        if line:
-            first.stdin.write(line + "\n")
-            first.stdin.flush()
-        found: dict[str, Any] = json.loads(first.stdout.readline())
-        return found
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the environment variables of a rank."""
+    values = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+    values |= {"GLOO_SOCKET_IFNAME": NAME.decode(), "OMP_NUM_THREADS": 1, "OUTPACE_NUM_THREADS": 1}
+    return {name: str(value) for name, value in values.items()}
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delays", default="0,5,20,50")
-    parser.add_argument("--plan", default="8,8,7,7")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--lossy", type=float, default=20.0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.rank is not None:
+    options: dict[str, Any] = {"delays": "0,5,20,50", "plan": "8,8,7,7", "prompts": 3, "tokens": 32, "lossy": 20.0}
+    args = parse(__doc__, **options, out=Path, side=str, address=str, socket=int)
+    if args.side:
         run_rank(args)
-        return
+        return 0
     if reason := why_not():
         raise SystemExit(f"{reason}; nothing was measured")
-    from outpace.core.theory import pipeline_speedup
-
     count = len(args.plan.split(","))
     arguments = ["--plan", args.plan, "--prompts", str(args.prompts), "--tokens", str(args.tokens)]
     rows: list[dict[str, Any]] = []
     first: dict[str, Any] = {}
     equal = True
     with ExitStack() as stack:
-        ranks = Ranks(count, arguments)
-        stack.callback(ranks.close)
-        wire = stack.enter_context(Wire(ranks.devices))
-        ranks.ask()
+        ranks = [Side(str(n), arguments, ADDRESSES[n], env=environment(n, count)) for n in range(count)]
+        for rank in ranks:
+            stack.callback(rank.close)
+        wire = stack.enter_context(Wire([rank.device for rank in ranks]))
+        ranks[0].ask()
 
         def measure(kind: str) -> dict[str, Any]:
             before = list(wire.num_bytes)
-            found = ranks.ask(kind)
+            found = ranks[0].ask(kind)
             sent = [now - then for now, then in zip(wire.num_bytes, before, strict=True)]
             found["bytes"] = [round(one / found["tokens"]) for one in sent]
             found["ms"], found["round_ms"] = (1e3 * found["seconds"] / found[by] for by in ("tokens", "passes"))
@@ -151,20 +103,16 @@ def main() -> None:
             row |= {"round_ms": two["round_ms"], "base_tokens_per_pass": one["per_pass"]}
             if base == "plain":
                 equal &= one["texts"] == two["texts"]
-            rows.append(row)
+            rows.append(append_row(args.out, row))
             print(json.dumps(row), file=sys.stderr, flush=True)
-            if args.out is not None:
-                with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
 
-        for delay in map(float, args.delays.split(",")):
+        for delay in numbers(args.delays):
             wire.delay = delay / 1e3
             add(delay, "plain", "tree")
             if delay == args.lossy:
                 add(delay, LOSSLESS, LOSSY)
-    print(json.dumps({"rows": rows, "equal": equal}))
-    sys.exit(0 if equal else 1)
+    return finish({"rows": rows, "equal": equal}, not equal)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

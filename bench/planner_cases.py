@@ -1,27 +1,25 @@
-"""Measure where `auto` chooses badly: small cases with models that cost nothing, on a clock that they move themselves.
+"""Measure where `auto` chooses badly: hidden costs, with models that cost nothing and move a clock themselves.
 
-Run: python bench/planner_cases.py CASE [options]; each case says below what it prints and what would be right.
-
-Each pass of a stand-in model adds its time to a virtual clock, and so do hidden costs, which the planner does not time.
-Other programs on the machine therefore hardly change a figure. With --host 1, and in the case `host`, the clock also
-counts the time that the host takes between passes. The case `ends` uses the shipped pair and no such clock.
+Run: python bench/planner_cases.py [--only KIND] [--requests 1,8,32] [--explain] ...
+Does `auto` lose where time passes that the planner does not see? The table has its rate over that of plain decoding and
+over that of the best chain of 1 to 4; cells below 0.97 of plain or 0.95 of the best are bold. Each pass of a stand-in
+model adds its time to a virtual clock, and so do hidden costs, which the planner does not time; other programs on the
+machine therefore hardly change a figure. With --host the clock also counts the time that the host takes between passes.
+There are --answers, or as many as --requests, at least six.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import random
-import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
+from common import parse, run
 from host_cost import VOCAB, TableModel
 
 from outpace.core.drafting import BuildContext
@@ -35,7 +33,6 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.engine.warmup import warm_up
 from outpace.models.base import Part
-from outpace.planning.planner import Planner
 from outpace.rules.greedy import Greedy
 
 OFFERED = 32  # best tokens that a model returns
@@ -57,9 +54,6 @@ HIDDEN = (
     ("graph of draft step (flagged)", 5.0),
     ("catch-up costs", 0.5),
     ("slow observe", 0.02),
-    ("steps in advance", 0.0),  # several draft steps are computed at once, whether they are used or not
-    ("steps in advance", 2.0),  # and reading the text costs this more than its rows
-    ("steps in advance", 5.0),
 )
 
 
@@ -96,7 +90,6 @@ class World:
         self.rounds = 0
         self._has_drafted = False  # in the last round
         self._shapes = set[tuple[str, int, int]]()  # that were captured
-        self._usual, self._taken, self._ready = 4.0, 0, 0  # draft steps a round; of this round; computed in advance
         self.num_captures = Counter[str]()  # by kind
 
     def clock(self) -> float:
@@ -120,15 +113,12 @@ class World:
     def run_draft(self, forest: Sequence[Part]) -> None:
         """Add the time of a draft step."""
         setting = self.setting
-        nodes = sum(len(part.logit_rows) for part in forest)
         seconds = setting.draft_step + setting.draft_row * (sum(len(part.tokens) for part in forest) - 1)
         is_reading = any(len(part.tokens) - len(part.logit_rows) > 8 for part in forest)
         if setting.hidden == "catch-up costs" and is_reading:
             self.hide(setting.amount * setting.target_pass)
         self._capture("graph of draft step (flagged)", forest, max(len(part.logit_rows) for part in forest))
         self.steps += 1
-        if setting.hidden == "steps in advance":
-            seconds = self._step_in_advance(seconds, nodes, is_reading)
         self.now += seconds
 
     def _capture(self, kind: str, forest: Sequence[Part], size: int) -> None:
@@ -140,18 +130,6 @@ class World:
                 self.hide(self.setting.amount * self.setting.target_pass)
                 self.num_captures[kind] += 1
 
-    def _step_in_advance(self, seconds: float, nodes: int, is_reading: bool) -> float:
-        """Return the seconds of a step if several are computed at once, which the planner does not know."""
-        setting = self.setting
-        if is_reading or not self._ready:
-            self._ready = _power_of_two(max(1, round(self._usual) - self._taken + 1) + 1) // 2 - 1
-            seconds += self._ready * (setting.draft_step + setting.draft_row * (nodes - 1))
-            seconds += setting.amount * setting.target_pass * is_reading
-        else:
-            self._ready, seconds = self._ready - 1, 0.0
-        self._taken += 1
-        return seconds
-
     def end_round(self) -> None:
         """Add hidden costs between two rounds."""
         setting = self.setting
@@ -159,9 +137,6 @@ class World:
             self.hide(setting.amount * setting.plain_pass)
         if setting.hidden == "gap per draft step":
             self.hide(setting.amount * setting.draft_step * self.steps)
-        if self._taken:
-            self._usual = 0.9 * self._usual + 0.1 * self._taken
-        self._taken = self._ready = 0
         self._has_drafted, self.steps = bool(self.steps), 0
         self.rounds += 1
 
@@ -293,8 +268,7 @@ def _beliefs(engine: Engine, setting: Setting, steps: Counter[int]) -> str:
 
 
 def hidden_costs(args: argparse.Namespace) -> None:
-    """Does `auto` lose where time passes that the planner does not see? The table has its rate over that of plain
-    decoding and over that of the best chain of 1 to 4; cells below 0.97 of plain or 0.95 of the best are bold."""
+    """Print the table."""
     counts = [int(part) for part in args.requests.split(",")]
     cells = " | ".join(f"{count}: auto/plain, auto/best chain (best; rounds drafted)" for count in counts)
     print(f"| hidden cost | amount | draft | {cells} |\n|---|--:|---|{'---|' * len(counts)}")
@@ -320,7 +294,7 @@ def _setting(args: argparse.Namespace, **more: Any) -> Setting:
         more |= {"target_pass": args.pass_ms * MS, "target_row": args.pass_ms * MS * 0.003}
     if args.step_ms:
         more |= {"draft_step": args.step_ms * MS, "draft_row": args.step_ms * MS * 0.013}
-    return Setting(prompt=args.prompt, host=bool(args.host), **more)
+    return Setting(prompt=args.prompt, host=args.host, **more)
 
 
 def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tuple[str, bool]:
@@ -335,200 +309,12 @@ def _compare(setting: Setting, tokens: int, answers: int, explain: bool) -> tupl
     return f"{figures} ({methods[best]} {rates[best] / plain:.2f}; {shares[-1]:.0%})", is_bad
 
 
-def reading(_: argparse.Namespace) -> None:
-    """Is the time of a growth that also reads the text taken for that of its draft steps? With several steps at once,
-    the believed d should be a step's time, and `auto` should draft, which pays here."""
-    for count in (1, 8, 32):
-        setting = Setting(count, hidden="steps in advance", prompt=128)
-        step = setting.draft_step + setting.draft_row * (count - 1)
-        print(f"{count} requests, good draft; a step takes {step / MS:.1f} ms")
-        for method in ("chain3", "auto"):
-            measure(setting, method, 192, max(count, 6), explain=True)
-
-
-def trials(_: argparse.Namespace) -> None:
-    """Does a trial of a useless draft cost what the planner believes? All requests read their texts for it."""
-    believed = list[tuple[float, int]]()  # seconds, and unread tokens of the text
-    price = Planner._trial_seconds
-
-    def noted(self: Planner, model: Any) -> float:
-        seconds = price(self, model)
-        if not model.levels:
-            believed.append((seconds, len(self._context.committed) - self._context.num_read))
-        return seconds
-
-    for count in (8, 32):
-        world = World(Setting(count, DRAFTS["useless"], prompt=128))
-        with patch.object(Planner, "_trial_seconds", noted), build_engine(world, "auto") as engine:
-            believed.clear()
-            for one in rounds_of(engine, world, "auto", count, 400):
-                if one.steps and believed:
-                    seconds, unread = believed[-1]
-                    more = one.seconds - world.setting.plain_pass
-                    print(
-                        f"{count} requests: {one.steps} draft steps, {unread} tokens to read in each text: a trial is"
-                        f" believed to cost {seconds / MS:.1f} ms, the round took {more / MS:.1f} ms more than a plain"
-                        " one"
-                    )
-                believed.clear()
-
-
-def first_rounds(_: argparse.Namespace) -> None:
-    """Do the first drafted rounds of a batch grow more levels than a round may verify, or than pays?"""
-    for count in (8, 32):
-        world, num_drafted = World(Setting(count)), 0
-        with build_engine(world, "auto") as engine:
-            for one in rounds_of(engine, world, "auto", count, 192):
-                if one.steps:
-                    last = [sequence.history.steps[-1] for sequence in one.running]
-                    rows, emitted = sum(s.verified_rows for s in last) / count, sum(s.emitted for s in last) / count
-                    print(
-                        f"{count} requests: {one.steps:2d} draft steps, {rows:.1f} rows a request,"
-                        f" {emitted:.1f} tokens each, {one.seconds / MS:.1f} ms"
-                    )
-                    num_drafted += 1
-                if num_drafted == 12:
-                    break
-
-
-def ends(_: argparse.Namespace) -> None:
-    """Are tokens drafted past the end of an answer? With the shipped pair; right is 0 past the end."""
-    import outpace
-
-    options: dict[str, dict[str, Any]] = {"speculative": {"width": 1, "draft_length": 4}, "auto": {}}
-    for method, more in options.items():
-        with outpace.LLM(method=method, profile=False, reuse=False, **more) as llm:
-            assert llm.draft is not None
-            draft = llm.draft.model
-            for limit in (2, 3, 4, 8, 16):
-                offered = needless = 0
-                with patch.object(draft, "score_sparse", wraps=draft.score_sparse) as counted:
-                    for seed in range(6):
-                        result = llm.generate(
-                            "The capital of France is", max_tokens=limit, seed=seed, temperature=0.7, ignore_eos=True
-                        )[0]
-                        left = limit
-                        for one in result.rounds:
-                            offered += one.depth_offered
-                            needless += max(one.depth_offered - left + 1, 0)
-                            left -= one.emitted
-                print(
-                    f"{method}, max_tokens {limit}: {counted.call_count} draft forwards in 6 answers, {offered} levels"
-                    f" offered, {needless} of them past the end"
-                )
-
-
-def host(args: argparse.Namespace) -> None:
-    """How much time of the host does a round take, by requests and method? With --profile: in which functions."""
-    print(
-        "| requests | method | us a round | us a request and round | us a written token | draft steps a round | us a"
-        " draft step (above plain) |\n|--:|---|--:|--:|--:|--:|--:|"
-    )
-    for count in (1, 8, 32):
-        plain = 0.0
-        for method in ("plain", "chain3", "auto"):
-            world = World(Setting(count, host=True))
-            with build_engine(world, method, warm=False) as engine:
-                times, steps, tokens = _round_times(engine, world, method, args.profile)
-            middle = statistics.median(times) * 1e6
-            plain = plain or middle
-            step = (middle - plain) / steps if steps else 0.0
-            print(
-                f"| {count} | {method} | {middle:.0f} | {middle / count:.0f} | {sum(times) * 1e6 / tokens:.0f} |"
-                f" {steps:.1f} | {step:.0f} |",
-                flush=True,
-            )
-
-
-def _round_times(
-    engine: Engine, world: World, method: str, has_profile: bool, first: int = 60, rounds: int = 150
-) -> tuple[list[float], float, int]:
-    """Return the seconds of `rounds` rounds after the `first`, their draft steps a round, and all their tokens."""
-    times, steps, tokens, profile = list[float](), 0, 0, cProfile.Profile()
-    stepping: Callable[..., Any] = engine.step
-
-    def timed() -> None:
-        start, skipped = time.perf_counter(), world.skipped
-        stepping()
-        times.append(time.perf_counter() - start - (world.skipped - skipped))
-
-    with patch.object(engine, "step", timed):
-        for number, one in enumerate(rounds_of(engine, world, method, world.setting.requests, 20_000)):
-            if number >= first:
-                steps, tokens = steps + one.steps, tokens + one.tokens
-            if number == first and has_profile:
-                profile.enable()
-            if number == first + rounds:
-                break
-    profile.disable()
-    if has_profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(22)
-    return times[first + 1 :], steps / rounds, tokens
-
-
-def shared(_: argparse.Namespace) -> None:
-    """Do requests that each decide alone miss a level that pays if all take it? 32 requests that are replaced as they
-    end; `auto` should reach the rate of a chain of 2. Prints the rounds by their draft steps."""
-    count, tokens, answers = 32, 128, 128
-    setting = Setting(
-        count, prompt=64, target_pass=5 * MS, target_row=0.015 * MS, draft_step=1.5 * MS, draft_row=0.0195 * MS
-    )
-    for method in ("plain", "chain2", "auto"):
-        world = World(setting)
-        found: defaultdict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0.0, 0, 0])
-        with build_engine(world, method) as engine:
-            start = world.clock()
-            for one in rounds_of(engine, world, method, answers, tokens):
-                last = [sequence.history.steps[-1:] for sequence in one.running]
-                group = ("few" if len(last) < count else "full", one.steps, "" if all(last) else "read")
-                verified = sum(step.verified_rows for steps in last for step in steps)
-                added = (1, one.seconds, one.tokens, verified)
-                found[group] = [old + new for old, new in zip(found[group], added, strict=True)]
-            total = world.clock() - start
-        print(f"{method} {count} {answers * tokens / total:.0f} tok/s")
-        for group, (rounds, seconds, written, rows) in sorted(found.items()):
-            print(
-                f"    {group} rounds {rounds} share {seconds / total:.2f} ms {seconds / rounds / MS:.1f}"
-                f" tok {written / rounds:.1f} rows {rows / rounds:.0f} rate {written / seconds:.0f}"
-            )
-
-
-CASES = {
-    "hidden-costs": hidden_costs,
-    "reading": reading,
-    "trials": trials,
-    "first-rounds": first_rounds,
-    "ends": ends,
-    "host": host,
-    "shared": shared,
-}
-
-
 def main() -> None:
-    """Run one case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = parser.add_subparsers(required=True, metavar="CASE")
-    for name, case in CASES.items():
-        about = " ".join((case.__doc__ or "").split())
-        options = cases.add_parser(name, help=about, description=about)
-        options.set_defaults(case=case)
-        if case is host:
-            options.add_argument("--profile", action="store_true", help="print the functions by their own time")
-        if case is hidden_costs:
-            options.add_argument("--host", type=int, choices=(0, 1), default=0, help="1: add the host's time")
-            options.add_argument("--requests", default="1,8,32", help="numbers of concurrent requests")
-            options.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
-            options.add_argument("--answers", type=int, default=0, help="number of answers (default: requests, or 6)")
-            options.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
-            options.add_argument("--only", default="", help="hidden costs, joined by commas")
-            options.add_argument("--amount", type=float, help="amount of the hidden costs")
-            options.add_argument("--drafts", default="good,useless")
-            options.add_argument("--pass-ms", type=float, help="milliseconds of a target pass")
-            options.add_argument("--step-ms", type=float, help="milliseconds of a draft step")
-            options.add_argument("--explain", action="store_true", help="print what the planner believes")
-    args = parser.parse_args()
-    args.case(args)
+    """Print the table of hidden costs."""
+    options: dict[str, Any] = {"host": False, "requests": "1,8,32", "tokens": 256, "answers": 0, "prompt": 16}
+    options |= {"only": "", "amount": float, "drafts": "good,useless", "pass_ms": float, "step_ms": float}
+    hidden_costs(parse(__doc__, **options, explain=False))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

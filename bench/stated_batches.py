@@ -9,8 +9,6 @@ are plain decoding and sequential drafting of chains and trees of several length
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice, product
@@ -18,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import finish, parse, refuse, run, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from outpace.card.inline import ClockedDrafter, SimulatedClock
 from outpace.card.worker import ObservedModel
@@ -94,34 +92,28 @@ def compare(indexed: IndexedTrace, costs: PassCosts, requests: int, answers: int
     return {"best": best, "fixed": round(fixed, 3), "auto": round(auto, 3)}
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", required=True, help="traces, joined by commas")
-    parser.add_argument("--requests", default="1,8,32")
-    parser.add_argument("--targets", default="8B,32B", help="sizes of the target: 8B, 32B")
-    parser.add_argument("--answers", type=int, default=4, help="queued answers per concurrent request")
-    args = parser.parse_args()
+    args = parse(__doc__, trace=str, requests="1,8,32", targets="8B,32B", answers=4)
     counts, targets = [int(count) for count in args.requests.split(",")], args.targets.split(",")
     if args.answers < 1:
-        parser.error(f"--answers is {args.answers}, it must be at least 1")
+        refuse(f"--answers is {args.answers}, it must be at least 1")
     if min(counts) < 1:
-        parser.error(f"--requests is {args.requests!r}, its numbers must be at least 1")
+        refuse(f"--requests is {args.requests!r}, its numbers must be at least 1")
     if not TARGETS.keys() >= {*targets}:
-        parser.error(f"--targets is {args.targets!r}, it must name some of {', '.join(TARGETS)}")
+        refuse(f"--targets is {args.targets!r}, it must name some of {', '.join(TARGETS)}")
     traces = {Path(file).stem: load(Path(file)) for file in args.trace.split(",")}
     traces["useless"] = useless(next(iter(traces.values())))
-    table, rows = Table("draft", "target", "draft on", "at once", "best fixed", "speedup", "auto", "auto / best"), []
+    rows = []
     for cell in track([*product(traces, targets, DRAFTS, counts)], console=Console(stderr=True)):
         name, target, device, requests = cell
         costs = measured(TARGETS[target], DRAFTS[device])
         row = compare(index_trace(traces[name]), costs, requests, args.answers)
-        ratio = row["auto"] / row["fixed"]
-        rows.append({"draft": name, "target": target, "draft_on": device, "requests": requests, **row})
-        table.add_row(*map(str, cell), row["best"], f"{row['fixed']:.2f}", f"{row['auto']:.2f}", f"{ratio:.3f}")
-    Console().print(table)
-    print(json.dumps(rows))
+        cells = {"draft": name, "target": target, "draft_on": device, "requests": requests}
+        rows.append(cells | row | {"auto over best": row["auto"] / row["fixed"]})
+    show(rows)
+    return finish({"rows": rows}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

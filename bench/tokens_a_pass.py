@@ -14,14 +14,14 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import finish, parse, run, show
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from outpace.api.llm import load
 from outpace.bench.tasks import collect
@@ -130,44 +130,22 @@ def measure(
     }
 
 
-def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print rows as a table."""
-    table = Table(box=None, title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    for row in rows:
-        table.add_row(*(value if isinstance(value, str) else f"{value:.2f}" for value in row.values()))
-    Console(width=200).print(table)
-
-
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target")
-    parser.add_argument("--tasks", default="repetition,builtin")
-    parser.add_argument("--drafters", default="ngram,suffix,cacheback,prediction,suffix+cacheback,ngram+suffix")
-    parser.add_argument("--prompts", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--least", type=float, default=0.1)
-    parser.add_argument("--answers", type=Path)
-    arguments = parser.parse_args()
-    found = answers(arguments)
-    names = arguments.drafters.split(",")
-    given = BuildContext(tokenizer=load_model(arguments.target).tokenizer)  # drafters find their files by it
-    made = [measure(name, found, arguments.rows, arguments.least, given) for name in names]
+    drafters = "ngram,suffix,cacheback,prediction,suffix+cacheback,ngram+suffix"
+    options: dict[str, Any] = {"target": str, "tasks": "repetition,builtin", "drafters": drafters, "prompts": 5}
+    args = parse(__doc__, **options, tokens=160, rows=32, least=0.1, answers=Path)
+    found = answers(args)
+    given = BuildContext(tokenizer=load_model(args.target).tokenizer)  # drafters find their files by it
+    made = [measure(name, found, args.rows, args.least, given) for name in args.drafters.split(",")]
     show([row for row, _ in made], "tokens per pass; then by fifths of all prompts")
     show(
-        [{"drafter": one["drafter"], **one["depths"]} for _, one in made],
-        "written share of verified tokens, by depth",
+        [{"drafter": one["drafter"], **one["depths"]} for _, one in made], "written share of verified tokens, by depth"
     )
-    show(
-        [{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made],
-        "written share by source",
-    )
+    show([{"drafter": one["drafter"], "by": json.dumps(one["sources"])} for _, one in made], "written share by source")
     kept = {"rows": [row for row, _ in made], "more": [one for _, one in made]}
-    print(json.dumps(kept | {"answers": len(found), "budget": arguments.rows, "least": arguments.least}))
+    return finish(kept | {"answers": len(found), "budget": args.rows, "least": args.least}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

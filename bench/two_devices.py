@@ -27,8 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from common import append_row, finish, numbers, parse, read_rows, run, show
 from slowed_model import SlowedModel, loaded_draft, replayed_draft, slowed_drafter
 
 from outpace.bench.tasks import collect
@@ -154,53 +153,33 @@ def row_of(setup: Setup, pair: Pair, recorded: trace.Trace, times: tuple[float, 
     }
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--ratio", default="7")
-    parser.add_argument("--pass-ms", type=float, default=70.0)
-    parser.add_argument("--methods", default="speculative-tree,auto,pearl,ssd,card,planned")
-    parser.add_argument("--answers", type=int)
-    parser.add_argument("--nodes", type=int, default=32)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--target")
-    parser.add_argument("--draft")
-    parser.add_argument("--tasks")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64)
-    args = parser.parse_args()
+    options: dict[str, Any] = {"trace": ..., "ratio": "7", "pass_ms": 70.0, "answers": int, "nodes": 32, "width": 16}
+    options |= {"methods": "speculative-tree,auto,pearl,ssd,card,planned", "out": Path, "target": str, "draft": str}
+    args = parse(__doc__, **options, tasks=str, prompts=3, tokens=64)
     os.sched_setaffinity(0, {TARGET_CORE})
     pair = real_pair(args) if args.draft else replayed_pair(args.trace, args.answers)
     recorded = limit_trace(trace.load(args.trace), args.answers)
-    known = args.out.read_text(encoding="utf-8").splitlines() if args.out is not None and args.out.exists() else []
+    known = read_rows(args.out)
     chosen = select_setups(SetupSizes(args.nodes, args.width), args.methods.split(","))
     sizes = {"trace": args.trace.name, "real": bool(args.draft), "answers": len(pair.requests)}
     sizes |= {name: getattr(args, name) for name in ("pass_ms", "nodes", "width")}
     rows: list[dict[str, Any]] = []
-    for ratio in map(float, args.ratio.split(",")):
+    for ratio in numbers(args.ratio):
         plain, times = None, (args.pass_ms / 1e3, args.pass_ms / 1e3 / ratio)
         for setup in chosen:
             key = sizes | {"ratio": ratio, "method": setup.name}
-            row = next((row for row in map(json.loads, known) if key.items() <= row.items()), None)
+            row = next((row for row in known if key.items() <= row.items()), None)
             if row is None:
-                row = key | row_of(setup, pair, recorded, times, plain)
-                if args.out is not None:
-                    with args.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                row = append_row(args.out, key | row_of(setup, pair, recorded, times, plain))
             plain = plain or row
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
-    table = Table(title=f"passes of {args.pass_ms:g} ms, {len(pair.requests)} answers, over plain decoding")
-    for column in (shown := [name for name in rows[0] if name not in sizes]):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in shown))
-    Console(width=180).print(table)
-    print(json.dumps({"rows": rows}))
-    sys.exit(0 if all(row["equal"] for row in rows) else 1)
+    shown = [name for name in rows[0] if name not in sizes]
+    show(rows, f"passes of {args.pass_ms:g} ms, {len(pair.requests)} answers, over plain decoding", shown)
+    return finish({"rows": rows}, not all(row["equal"] for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

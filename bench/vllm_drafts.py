@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from wire import ADDRESSES, Side, Wire, join, lines, why_not
 
 HERE = Path(__file__).parent
 PORT, LENGTH = 8100, 1024
@@ -86,30 +86,27 @@ def speculation(engine: str, drafts: int, draft: str) -> dict[str, Any]:
     if engine == "model":
         options = {"drafter": "model+ngram", "draft": draft}
     if engine == "remote":
-        from wire import ADDRESSES
-
         options = {"worker": f"grpc://{ADDRESSES[1]}:{PORT}"}
     custom = {"method": "custom_class", "model": "outpace.integrations.vllm.Proposer", "num_speculative_tokens": drafts}
     return {"speculative_config": custom, "additional_config": {"outpace": options}}
 
 
-def serve_vllm(args: argparse.Namespace, replies: Any) -> None:
+def serve_vllm(args: argparse.Namespace, say: Callable[[dict[str, Any]], None]) -> None:
     """Answer the messages of each line with vLLM."""
-    os.environ |= SETTINGS
     from vllm import LLM, SamplingParams
 
     given = {"dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "block_size": 32, "enforce_eager": True}
-    llm = LLM(args.model, disable_log_stats=False, **given, **speculation(args.engine, args.drafts, args.draft))
+    llm = LLM(args.model, disable_log_stats=False, **given, **speculation(args.side, args.drafts, args.draft))
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens)
     llm.generate("one two three, one two three, one two", SamplingParams(max_tokens=32), use_tqdm=False)  # warm-up
-    say(replies, {})
-    for line in sys.stdin:
+    say({})
+    for line in lines():
         messages = [[{"role": "user", "content": text}] for text in json.loads(line)]
         before, began, cpu = counters(llm), time.perf_counter(), time.process_time()
         outputs = llm.chat(messages, params, use_tqdm=False)
         answer = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}
         answer |= {name: value - before.get(name, 0) for name, value in counters(llm).items()}
-        say(replies, answer | {"tokens": [list(one.outputs[0].token_ids) for one in outputs]})
+        say(answer | {"tokens": [list(one.outputs[0].token_ids) for one in outputs]})
 
 
 def counters(llm: Any) -> dict[str, int]:
@@ -118,10 +115,8 @@ def counters(llm: Any) -> dict[str, int]:
     return {names[one.name]: int(one.value) for one in llm.get_metrics() if one.name in names}
 
 
-def serve_drafts(replies: Any) -> None:
+def serve_drafts(say: Callable[[dict[str, Any]], None]) -> None:
     """Draft with the shipped draft for targets that connect."""
-    from wire import ADDRESSES
-
     from outpace.card.wire import identity_of
     from outpace.cluster.draft_model import build_card_drafter, load_own_draft
     from outpace.cluster.draft_server import DraftServer
@@ -133,118 +128,60 @@ def serve_drafts(replies: Any) -> None:
     own = identity_of(draft)
     draft.model.vocab_size = own.num_tokens
     with DraftServer(build_card_drafter("model", draft, {}), own) as server:
-        say(replies, {"port": server.listen(ADDRESSES[1], PORT)})
+        say({"port": server.listen(ADDRESSES[1], PORT)})
         sys.stdin.read()
 
 
-def say(replies: Any, value: dict[str, Any]) -> None:
-    """Send the parent a line."""
-    replies.write(json.dumps(value) + "\n")
-    replies.flush()
-
-
-def run_engine(args: argparse.Namespace) -> None:
-    """Run a child's process: in a namespace of its own if it has a side of the wire."""
-    if args.socket is not None:
-        from wire import ADDRESSES, enter
-
-        with socket.socket(fileno=args.socket) as parent:
-            socket.send_fds(parent, [b"device"], [enter(ADDRESSES[args.engine == "drafter"])])
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's log
-    serve_drafts(replies) if args.engine == "drafter" else serve_vllm(args, replies)
-
-
-class Child:
-    """An engine, or the draft worker, in a process of its own."""
-
-    def __init__(self, args: argparse.Namespace, engine: str, on_wire: bool = False) -> None:
-        ours, theirs = socket.socketpair()
-        python = sys.executable if engine == "drafter" else args.python
-        command = [python, __file__, "--engine", engine, "--model", args.model, "--draft", args.draft]
-        command += ["--tokens", str(args.tokens), "--drafts", str(args.drafts)]
-        command += ["--socket", str(theirs.fileno())] if on_wire else []
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        pipes["env"] = os.environ | {"PYTHONPATH": str(HERE.parent)}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()] if on_wire else [], **pipes)
-        theirs.close()
-        self.device = socket.recv_fds(ours, 1, 1)[1][0] if on_wire else -1
-        ours.close()
-
-    def read(self) -> dict[str, Any]:
-        """Return the next answer."""
-        assert self._process.stdout is not None
-        if not (answer := self._process.stdout.readline()):
-            raise RuntimeError("an engine has ended")
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def ask(self, messages: list[str]) -> dict[str, Any]:
-        """Send the messages of a task; return the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(messages) + "\n")
-        self._process.stdin.flush()
-        return self.read()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=str(HERE.parent / "build" / "vllm" / "bin" / "python"))
-    parser.add_argument("--runs", type=int, default=3, choices=range(1, len(LETTERS) + 1))
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--drafts", type=int, default=6)
-    parser.add_argument("--delays", default="0,5")
-    parser.add_argument("--engines", default="plain,ngram,outpace,model,remote")
-    parser.add_argument("--model", default="", help="a folder; default: the shipped model")
-    parser.add_argument("--draft", default="", help="a draft for it; default: the shipped one")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--socket", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.engine:
-        run_engine(args)
-        return
-    from wire import Wire, why_not
+    from common import finish, numbers, parse, refuse, show
 
     from outpace.models.files.find import resolve, shipped_model
     from outpace.models.files.pairs import shipped_draft
 
+    options: dict[str, Any] = {"python": str(HERE.parent / "build" / "vllm" / "bin" / "python"), "runs": 3}
+    options |= {"tokens": 96, "drafts": 6, "delays": "0,5", "engines": "plain,ngram,outpace,model,remote"}
+    args = parse(__doc__, **options, model="", draft="", out=Path, side=str, address=str, socket=int)
+    if args.side:
+        (serve_drafts(join(args)) if args.side == "drafter" else serve_vllm(args, join(args)))
+        return 0
+    if not 1 <= args.runs <= len(LETTERS):
+        refuse(f"--runs is {args.runs}, it must be between 1 and {len(LETTERS)}")
     names = args.engines.split(",")
     if "remote" in names and (reason := why_not()):
         raise SystemExit(f"{reason}; leave remote out of --engines")
-    args.model = args.model or str(resolve(None))
-    args.draft = args.draft or str(shipped_draft(shipped_model().stem))
+    arguments = [
+        "--model",
+        args.model or str(resolve(None)),
+        "--tokens",
+        str(args.tokens),
+        "--drafts",
+        str(args.drafts),
+    ]
+    arguments += ["--draft", args.draft or str(shipped_draft(shipped_model().stem))]
     results: list[dict[str, Any]] = []
     equal = True
     with ExitStack() as stack:
-        children: dict[str, Child] = {}
+        sides: dict[str, Side] = {}
         wire: Any = nullcontext()
+        vllm = {"python": args.python, "env": SETTINGS | {"PYTHONPATH": str(HERE.parent)}}
         if "remote" in names:
-            children = {name: Child(args, name, on_wire=True) for name in ("drafter", "remote")}
-            wire = stack.enter_context(Wire([children["remote"].device, children["drafter"].device]))
-        children |= {name: Child(args, name) for name in names if name != "remote"}
-        for child in children.values():
-            stack.callback(child.close)
-            child.read()  # it is ready
+            sides = {"remote": Side("remote", arguments, ADDRESSES[0], **vllm)}
+            sides |= {"drafter": Side("drafter", arguments, ADDRESSES[1])}
+            wire = stack.enter_context(Wire([side.device for side in sides.values()]))
+        sides |= {name: Side(name, arguments, **vllm) for name in names if name != "remote"}
+        for side in reversed(sides.values()):  # the drafter first
+            stack.callback(side.close)
+            side.ask()  # it is ready
         for run in range(args.runs):
             for task, messages in tasks(run).items():
                 expected = None
                 for name in names:
-                    for delay in map(float, args.delays.split(",") if name == "remote" else [0.0]):
+                    for delay in numbers(args.delays) if name == "remote" else [0.0]:
                         if name == "remote":
                             wire.delay = delay / 1e3
                             time.sleep(0.5)  # the link's time is measured
-                        found = children[name].ask(messages)
+                        found = sides[name].ask(json.dumps(messages))
                         expected = expected or found["tokens"]
                         equal &= found["tokens"] == expected
                         row = {"run": run, "task": task, "engine": f"{name} {delay:g} ms" if name == "remote" else name}
@@ -257,9 +194,8 @@ def main() -> None:
     rows = summary(results)
     if args.out is not None:
         args.out.write_text(json.dumps({"rows": rows, "runs": results}), encoding="utf-8")
-    show(rows, args)
-    print(json.dumps({"rows": rows, "equal": equal}))
-    sys.exit(0 if equal else 1)
+    show(rows, f"vLLM, medians of {args.runs} runs of {args.tokens} tokens, float32, one core each", width=120)
+    return finish({"rows": rows, "equal": equal}, not equal)
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -278,18 +214,5 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"vLLM, medians of {args.runs} runs of {args.tokens} tokens, float32, one core each")
-    for column in rows[0]:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

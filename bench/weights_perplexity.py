@@ -8,7 +8,6 @@ windows. All variants read the same tokens. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import finish, parse, run
 
 from outpace.models.base import chain
 from outpace.models.llama.config.llama_config import ENTRY_BYTES
@@ -54,16 +54,10 @@ def losses(loaded: Loaded, tokens: list[int], window: int) -> Iterator[float]:
         yield from (np.log(np.exp(logits).sum(-1)) - chosen).tolist()
 
 
-def main() -> None:
+def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("data", nargs="+", type=Path)
-    parser.add_argument("--kv", action="store_true", help="compare formats of keys and values instead of weights")
-    parser.add_argument("--dtype", default="file", choices=("int8", "file"), help="weights with --kv")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=512)
-    args = parser.parse_args()
+    given: dict[str, Any] = {"positional": {"model": str, "data": [Path]}, "choices": {"dtype": ("int8", "file")}}
+    args = parse(__doc__, **given, kv=False, dtype="file", tokens=8192, window=512)
     variants = {name: {"dtype": args.dtype, "kv_dtype": name} for name in ENTRY_BYTES} if args.kv else WEIGHTS
     found: dict[str, float] = {}
     for name, options in variants.items():
@@ -71,8 +65,8 @@ def main() -> None:
         each = list(losses(loaded, tokens_of(args.data, loaded, args.tokens), args.window))
         found[name] = math.exp(sum(each) / len(each))
         print(f"{name}: {found[name]:.4f} ({100 * (found[name] / found['float32'] - 1):+.3f} %)", flush=True)
-    print(json.dumps({"model": args.model, "tokens": len(each), "window": args.window, "perplexity": found}))
+    return finish({"model": args.model, "tokens": len(each), "window": args.window, "perplexity": found}, False)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

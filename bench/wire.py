@@ -1,13 +1,14 @@
 """A wire between network namespaces: real TCP with a given delay, rate and interruptions. Linux, root only.
 
 Each side is a process that calls `enter`; a thread of their parent carries packets between their TUN devices. The
-namespaces end with their processes, so nothing is left behind.
+namespaces end with their processes, so nothing is left behind. `Side` starts such a process of the same script.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import math
 import os
 import select
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 ADDRESSES = tuple(f"10.9.0.{number}" for number in range(1, 9))  # of the sides, known in their namespaces only
 NAME = b"wire"
@@ -93,6 +96,57 @@ class Wire(AbstractContextManager["Wire"]):
             for queue in queues:
                 while queue and queue[0][0] <= time.monotonic():
                     os.write(*queue.popleft()[1:])
+
+
+class Side:
+    """A process of the running script, in a namespace of its own if `address` is given, that answers lines by JSON."""
+
+    def __init__(self, name: str, arguments: Sequence[str], address: str = "", **more: Any) -> None:
+        """`python` and `env` in `more` are its interpreter and further environment variables."""
+        ours, theirs = socket.socketpair()
+        command = [more.get("python", sys.executable), sys.argv[0], *arguments, "--side", name]
+        command += ["--address", address, "--socket", str(theirs.fileno())] if address else []
+        env: Mapping[str, str] = os.environ | more.get("env", {})
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [theirs.fileno()]}
+        self._process = subprocess.Popen(command, env=env, text=True, **pipes)  # type: ignore[call-overload]
+        theirs.close()
+        self.device = socket.recv_fds(ours, 1, 1)[1][0] if address else -1
+        ours.close()
+
+    def ask(self, line: str = "") -> dict[str, Any]:
+        """Send a line, if any; return the next answer."""
+        if line:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        if not (answer := self._process.stdout.readline()):
+            raise RuntimeError(f"a side ended at {line!r}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def join(args: Namespace) -> Callable[[dict[str, Any]], None]:
+    """Enter the namespace of this side, if it has one; return the function that answers the parent. Whatever else is
+    printed goes to stderr."""
+    if args.address:
+        with socket.socket(fileno=args.socket) as parent:
+            socket.send_fds(parent, [b"device"], [enter(args.address)])
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda answer: print(json.dumps(answer), file=replies, flush=True)
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines that the parent sends."""
+    while line := sys.stdin.readline().strip():
+        yield line
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from heads import (
     VOCAB,
     WIDTH,
     RandomWeights,
+    Reference,
     attend_at,
     finish_gguf,
     silent_target,
@@ -44,8 +45,11 @@ CONFIG: dict[str, Any] = {
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
 DSPARK = {"architectures": ["DSparkDraftModel"], "markov_rank": RANK, "draft_vocab_size": ROWS}
+JETSPEC = CONFIG["dflash_config"] | {"causal_head": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dflash": {},
+    "jetspec": {"dflash_config": JETSPEC},
+    "jetspec, shifted": {"dflash_config": JETSPEC | {"draft_shift": True}},
     "llama layers": {"model_type": "llama"},
     "reduced vocabulary": {"draft_vocab_size": ROWS},
     "sliding": SLIDING,
@@ -171,7 +175,7 @@ def gguf_name(name: str) -> str:
 LAYOUTS = {"z-lab": write_folder, "speculators": _speculators, "encoder": _fused_names, "gguf": _gguf}
 
 
-class BlockReference:
+class BlockReference(Reference):
     """The forward of a block in float64. `mistake`: one of MISTAKES, which change the drafts and not the text."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], mistake: str = "") -> None:
@@ -197,7 +201,8 @@ class BlockReference:
     def logits(self, hidden: np.ndarray, anchor: int) -> np.ndarray:
         """Return the logits of all drafted places, without the Markov bias: [places, rows]."""
         outputs = self.outputs(hidden, anchor)
-        return (outputs if self.from_anchor else outputs[1:]) @ self._of("lm_head.weight").T
+        outputs = outputs[:-1] if self.config["dflash_config"].get("draft_shift") else outputs[not self.from_anchor :]
+        return outputs @ self._of("lm_head.weight").T
 
     def below(self, hidden: np.ndarray, path: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the logits below a path, which begins with the anchor, and the confidence."""
@@ -237,41 +242,20 @@ class BlockReference:
         keys = self._heads(both @ self._of(f"{attention}k_proj.weight").T, places, f"{attention}k_norm")
         queries = self._heads(inner @ self._of(f"{attention}q_proj.weight").T, places[known:], f"{attention}q_norm")
         values = (both @ self._of(f"{attention}v_proj.weight").T).reshape(known + count, -1, DEPTH)
-        group = queries.shape[1] // keys.shape[1]
-        scores = np.einsum("qhd,khd->hqk", queries, np.repeat(keys, group, axis=1)) / np.sqrt(DEPTH)
-        scores += self._mask(number, known, count)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        attended = np.einsum("hqk,khd->qhd", weights, np.repeat(values, group, axis=1)).reshape(count, -1)
-        x = x + attended @ self._of(f"{attention}o_proj.weight").T
-        inner = self._norm(x, f"{name}post_attention_layernorm")
-        gate, up = (inner @ self._of(f"{name}mlp.{part}_proj.weight").T for part in ("gate", "up"))
-        return x + (gate * _sigmoid(gate) * up) @ self._of(f"{name}mlp.down_proj.weight").T
+        attended = self._weighted(queries, keys, values, self._mask(number, known, count))
+        return self._finish(name, x, attended)
 
     def _mask(self, number: int, known: int, count: int) -> np.ndarray:
         query, key = known + np.arange(count)[:, None], np.arange(known + count)[None]
         slides = self.config.get("layer_types", ["full_attention"] * 9)[number] == "sliding_attention"
-        is_causal = self.config.get("is_causal", slides) or self.mistake == "the block is causal"
+        is_causal = self.config.get("is_causal", slides) or self.config.get("dflash_config", {}).get(
+            "causal_head", False
+        )
+        is_causal = is_causal or self.mistake == "the block is causal"
         hidden = (key > query) & is_causal
         if slides:
             hidden |= query - key >= self.config["sliding_window"]
         return np.where(hidden, -np.inf, 0.0)
-
-    def _heads(self, x: np.ndarray, places: np.ndarray, norm: str) -> np.ndarray:
-        x = x.reshape(len(x), -1, DEPTH)
-        if self.config["model_type"] == "qwen3":
-            x = self._norm(x, norm)
-        angles = places[:, None, None] * self.config["rope_theta"] ** (-np.arange(0, DEPTH, 2) / DEPTH)
-        first, second = x[..., : DEPTH // 2], x[..., DEPTH // 2 :]
-        turned = first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)
-        return np.concatenate(turned, axis=-1)
-
-    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        squares = (x * x).mean(axis=-1, keepdims=True)
-        return x / np.sqrt(squares + self.config["rms_norm_eps"]) * self._of(f"{name}.weight")
-
-    def _of(self, name: str) -> np.ndarray:
-        return self.tensors[name]
 
 
 def _sigmoid(x: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, and by the processes that tests start
@@ -26,6 +27,34 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels are computed by numpy
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with interrupts ignored
+
+
+SLOWEST = 30  # tests in the file of --slowest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slowest", type=Path, metavar="FILE", help="write the seconds of the slowest tests to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.slowest is not None and not hasattr(config, "workerinput"):  # a worker of xdist has one
+        config.pluginmanager.register(SlowestTests(config.option.slowest))
+
+
+class SlowestTests:
+    """Writes the tests that took longest, with their fixtures."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._seconds = file, dict[str, float]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        slowest = sorted(self._seconds.items(), key=lambda one: -one[1])[:SLOWEST]
+        total = f"{sum(self._seconds.values()):.0f} s of {len(self._seconds)} tests, the {len(slowest)} slowest:"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text("\n".join([total, *(f"{seconds:7.2f} {test}" for test, seconds in slowest)]) + "\n")
 
 
 @pytest.fixture(autouse=True, scope="session")

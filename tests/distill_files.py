@@ -13,6 +13,7 @@ import files
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from turns import case
 
 import outpace
 from outpace.cli.main import main
@@ -43,6 +44,11 @@ OTHERS: dict[str, dict[str, Any]] = {  # fields of other architectures
 
 
 HEAD_TARGETS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": OTHERS["qwen3"], "gemma3": OTHERS["gemma3"]}
+
+
+def head_targets(short: str) -> list[Any]:
+    """The targets of a kind of head; the short tests have one of them."""
+    return [case(name, name == short) for name in HEAD_TARGETS]
 
 
 def target_folder(folder: Path, shaped: Mapping[str, Any] | None = None, **changes: Any) -> Path:

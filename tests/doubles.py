@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -41,9 +42,11 @@ from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model, Part, apply_keep
 from outpace.models.heads.config import HeadConfig
-from outpace.models.heads.dflash import BlockModel, BlockSession, Markov
-from outpace.models.heads.eagle3 import EagleModel, FeatureSession
-from outpace.models.heads.specformer import SpecFormerModel
+from outpace.models.heads.files import HeadFiles
+from outpace.models.heads.head import Head
+from outpace.models.heads.kinds.block import BlockHead
+from outpace.models.heads.kinds.features import FeatureHead
+from outpace.models.heads.kinds.slots import SlotHead
 from outpace.models.heads.steering import Steering
 
 T = TypeVar("T")
@@ -101,48 +104,20 @@ class QuickToy(Toy):
         return self._rows[seen].clone()
 
 
-class ToyFeatureSession(FeatureSession, ToySession):
-    """A toy's session with features."""
+class ToyLayers(QuickToy):
+    """Layers of a head that predict as the toy does, whatever their inputs are."""
 
-
-class ToyHead(EagleModel, QuickToy):
-    """A head whose features do not matter: it predicts as the toy does after all tokens but the first."""
-
-    head = cast(HeadConfig, SimpleNamespace(taps=(1,), norm_output=False, norm_before_residual=False, logit_scale=1.0))
-
-    def open(self, capacity: int, max_pending: int) -> ToyFeatureSession:
-        return ToyFeatureSession(capacity, max_pending)
-
-    def fuse(self, hidden: Tensor) -> Tensor:
-        return hidden[0]
-
-    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:  # type: ignore[override]
+    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:
         found = self._score_hidden([part._replace(inputs=None) for part in forest], layers)
-        hidden = torch.empty(1, 0) if found.hidden is None else found.hidden
-        return SparseLogits(found.logits, None, self.vocab_size), hidden
+        return SparseLogits(found.logits, None, self.vocab_size), torch.empty(
+            1, 0
+        ) if found.hidden is None else found.hidden
 
 
-class ToyBlockSession(BlockSession, ToySession):
-    """A toy's session of a head that drafts blocks."""
+class ToyBlockLayers(QuickToy):
+    """Layers of a head that reads tokens in place of features, and predicts after the text and its own best tokens."""
 
-
-class ToyBlock(BlockModel, QuickToy):
-    """A head that recognises the text's tokens in the hidden states of the toy with seed 0, and predicts as its own toy
-    does after the text and its own best tokens."""
-
-    head = cast(
-        HeadConfig, SimpleNamespace(taps=(1,), block=3, num_drafted=3, from_anchor=True, mask_token=0, markov=None)
-    )
-    markov = Markov(None, {}, None)
-
-    def open(self, capacity: int, max_pending: int) -> ToyBlockSession:
-        return ToyBlockSession(capacity, max_pending)
-
-    def fuse(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        table = QuickToy(self.vocab_size, 3, 0)._tables[0]
-        return torch.cdist(hidden[0], table).argmin(dim=1)[:, None]
-
-    def store_features(self, parts: Sequence[Part]) -> None:
+    def store_inputs(self, parts: Sequence[Part]) -> None:
         for part in parts:
             session, start = part.session, part.session.length
             session.extend(part.parents)
@@ -159,28 +134,79 @@ class ToyBlock(BlockModel, QuickToy):
         return SparseLogits(torch.stack(rows), None, self.vocab_size)
 
 
-class ToySlots(SpecFormerModel, ToyHead):
-    """A SpecFormer head that ignores its features: its slots predict what the toy would write after the text without
-    its first token."""
+class NoWeights:
+    """What a toy's head loads: nothing."""
 
-    head = cast(HeadConfig, SimpleNamespace(taps=(1,), block=3))
+    files = HeadFiles(Path("toy"), {}, {})
+    target = None
+
+    def storing(self, layers: Any) -> Any:
+        return layers.store_inputs
+
+    def vector(self, name: str) -> None:
+        return None
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def spec_of(**fields: Any) -> HeadConfig:
+    return cast(HeadConfig, SimpleNamespace(taps=(1,), norm_output=False, norm_before_residual=False, **fields))
+
+
+class ToyHead(FeatureHead):
+    """A head whose features do not matter: it predicts as the toy does after all tokens but the first."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(spec_of(logit_scale=1.0, mask_token=None), cast(Any, NoWeights()), ToyLayers(*sizes))
 
     def fuse(self, hidden: Tensor) -> Tensor:
         return hidden[0]
 
-    def residual(self, features: Tensor, part: Part) -> Tensor:
+
+class ToyBlock(BlockHead):
+    """A head that recognises the text's tokens in the hidden states of the toy with seed 0."""
+
+    def __init__(self, *sizes: Any) -> None:
+        spec = spec_of(block=3, num_drafted=3, from_anchor=True, mask_token=0)
+        super().__init__(spec, cast(Any, NoWeights()), ToyBlockLayers(*sizes))
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        table = QuickToy(self.vocab_size, 3, 0)._tables[0]
+        return torch.cdist(hidden[0], table).argmin(dim=1)[:, None]
+
+
+class ToySlots(SlotHead):
+    """A SpecFormer head that ignores its features: its slots predict what the toy would write after the text without
+    its first token."""
+
+    def __init__(self, *sizes: Any) -> None:
+        Head.__init__(self, spec_of(block=3), cast(Any, NoWeights()), ToyLayers(*sizes))
+
+    @property
+    def weight_bytes(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def num_captures(self) -> int:
+        return 0
+
+    def fuse(self, hidden: Tensor) -> Tensor:
+        return hidden[0]
+
+    def make_inputs(self, features: Tensor, part: Part) -> Tensor:
         return features
 
     def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
-        rows = []
-        for part in map(self._with_features, apply_keep(forest)):
+        rows, parts = [], apply_keep(forest)
+        for part, call in zip(parts, self._calls(parts), strict=True):
             session = part.session
-            self._score_hidden([part._replace(inputs=None, logit_rows=(), hidden_rows=())], ())
+            self.layers._score_hidden([call._replace(inputs=None, logit_rows=(), hidden_rows=())], ())
             session.outputs += [None] * len(part.tokens)
             for node in part.logit_rows:
                 known = session.tokens[: session.length + session.pending - len(part.tokens) + node + 1].tolist()
-                for _ in range(self.head.block):
-                    rows.append(self._row(known))
+                for _ in range(self.spec.block):
+                    rows.append(self.layers._row(known))
                     known.append(int(rows[-1].argmax()))
         return SparseLogits(torch.stack(rows) if rows else torch.empty(0, self.vocab_size), None, self.vocab_size)
 

@@ -19,13 +19,14 @@ from slot_heads import exact_slots, exact_states
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
 from outpace.drafters._feature_drafter import HeadDrafter
-from outpace.models.heads import eagle3, reader
-from outpace.models.heads.dflash import BlockDraft
-from outpace.models.heads.eagle3 import FeatureSession, JoinedModel
+from outpace.models.heads import reader
 from outpace.models.heads.files import open_head
-from outpace.models.heads.medusa import MedusaModel
-from outpace.models.heads.native import NativeHead, NativeJoined
-from outpace.models.heads.specformer import SlotModel, SpecFormerModel
+from outpace.models.heads.head import Head, HeadSession
+from outpace.models.heads.kinds import block, features
+from outpace.models.heads.kinds.block import BlockDraft
+from outpace.models.heads.kinds.features import JoinedHead
+from outpace.models.heads.kinds.medusa import MedusaHead
+from outpace.models.heads.kinds.slots import SlotHead
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -133,7 +134,7 @@ def shift_features(fuse: Original) -> Original:
 
 
 def without_norm(fuse: Original) -> Original:
-    return lambda self, hidden: self.received(hidden[0])
+    return lambda self, hidden: self.receive(hidden[0])
 
 
 def swap_sides(join_rows: Original) -> Original:
@@ -142,10 +143,10 @@ def swap_sides(join_rows: Original) -> Original:
 
 def keep_first_feature(read: Original) -> Original:
     def mutated(self: Any, sessions: Sequence[Any]) -> None:
-        before = [session.last for session in sessions]
+        before = [session.outputs for session in sessions]
         read(self, sessions)
         for session, last in zip(sessions, before, strict=True):
-            session.last = session.last if last is None else last
+            session.outputs = last
 
     return mutated
 
@@ -155,16 +156,16 @@ def one_layer_deeper(layer: Original) -> Original:
 
 
 def shift_columns(fuse: Original) -> Original:
-    return lambda self, hidden: np.roll(fuse(self, hidden), self.head.target_width // 2, 1)
+    return lambda self, hidden: np.roll(fuse(self, hidden), self.spec.target_width // 2, 1)
 
 
 def without_embedding(embed: Original) -> Original:
-    return lambda self, tokens: 0.0 * embed(self, tokens)
+    return lambda self, part: 0.0 * embed(self, part)
 
 
 def embedding_of_token_before(embed: Original) -> Original:
-    def mutated(self: Any, tokens: Sequence[int]) -> Any:
-        return embed(self, [tokens[0], *tokens[:-1]])
+    def mutated(self: Any, part: Any) -> Any:
+        return embed(self, part._replace(tokens=[part.tokens[0], *part.tokens[:-1]]))
 
     return mutated
 
@@ -172,7 +173,7 @@ def embedding_of_token_before(embed: Original) -> Original:
 def reverse_slots(score: Original) -> Original:
     def mutated(self: Any, rows: Any) -> Any:
         found = score(self, rows)
-        slots = found.values.reshape(-1, self.head.block, found.values.shape[-1])[:, ::-1]
+        slots = found.values.reshape(-1, self.spec.block, found.values.shape[-1])[:, ::-1]
         return found._replace(values=np.ascontiguousarray(slots).reshape(found.values.shape))
 
     return mutated
@@ -198,26 +199,27 @@ def _mutation(name: str, owner: Any, attribute: str, make: Any, write: Any = exa
 
 
 def _of_reader(name: str, attribute: str, make: Any, find: Callable[[], str | None] = find_in_fields) -> Mutation:
-    return Mutation(f"heads: {name}", [reader], attribute, make, find)
+    owners = [one for one in (reader, block) if hasattr(one, attribute)]
+    return Mutation(f"heads: {name}", owners, attribute, make, find)
 
 
 HEAD_MUTATIONS = [
     _of_reader("a field that shifts a block is not read", "agreed", first_name_of_layout, find_in_layout),
     _of_reader("fields that contradict each other are taken", "agreed", first_that_is_there),
     _of_reader("maps that contradict each other are taken", "draft_ids", trusted_map),
-    _of_reader("a mask without a row in the embedding is taken", "_mask_token", any_mask),
+    _of_reader("a mask without a row in the embedding is taken", "read_mask", any_mask),
     _of_reader("unknown fields are ignored without a word", "check_unread", unnamed),
     _of_reader("layers are guessed without a word", "_taps", silent_guess),
-    _mutation("features are those of the position before", NativeHead, "fuse", shift_features),
+    _mutation("features are those of the position before", Head, "fuse", shift_features),
     _mutation("the head's state of a shared prefix is not copied", HeadDrafter, "copy_prefix", copy_nothing),
-    _mutation("a node reads no output of its parent", FeatureSession, "keep", forget_outputs),
-    _mutation("features of EAGLE-1 are not normed", JoinedModel, "fuse", without_norm, exact_joined),
-    _mutation("fc reads embedding and feature in the wrong order", eagle3, "join_rows", swap_sides, exact_joined),
-    _mutation("SpecFormer reads older features", SpecFormerModel, "fuse", shift_features, exact_states),
-    _mutation("SpecFormer reads a part of another layer", SpecFormerModel, "fuse", shift_columns, exact_states),
-    _mutation("SpecFormer reads no embedding", NativeJoined, "embed", without_embedding, exact_slots),
-    _mutation("SpecFormer reads the token before", NativeJoined, "embed", embedding_of_token_before, exact_slots),
-    _mutation("SpecFormer's slots are in another order", SlotModel, "score_outputs", reverse_slots, exact_slots),
-    _mutation("Medusa reads an older feature", MedusaModel, "read_features", keep_first_feature, exact_medusa),
+    _mutation("a node reads no output of its parent", HeadSession, "keep", forget_outputs),
+    _mutation("features of EAGLE-1 are not normed", JoinedHead, "fuse", without_norm, exact_joined),
+    _mutation("fc reads embedding and feature in the wrong order", features, "join_rows", swap_sides, exact_joined),
+    _mutation("SpecFormer reads older features", SlotHead, "fuse", shift_features, exact_states),
+    _mutation("SpecFormer reads a part of another layer", SlotHead, "fuse", shift_columns, exact_states),
+    _mutation("SpecFormer reads no embedding", JoinedHead, "embed", without_embedding, exact_slots),
+    _mutation("SpecFormer reads the token before", JoinedHead, "embed", embedding_of_token_before, exact_slots),
+    _mutation("SpecFormer's slots are in another order", SlotHead, "score_outputs", reverse_slots, exact_slots),
+    _mutation("Medusa reads an older feature", MedusaHead, "read_features", keep_first_feature, exact_medusa),
     _mutation("Medusa's heads are taken in another order", BlockDraft, "layer", one_layer_deeper, exact_medusa),
 ]

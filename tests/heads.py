@@ -330,29 +330,34 @@ class Reference:
         keys.append(self._heads(self._product(name + "k_proj", both), position, f"{name}k_norm"))
         values.append(self._product(name + "v_proj", both).reshape(-1, config["head_dim"]))
         first = max(0, slot + 1 - config.get("sliding_window", slot + 1))
-        group = config["num_attention_heads"] // config["num_key_value_heads"]
-        seen_keys = np.repeat(np.array(keys[first:]), group, axis=1)  # [slots, heads, depth]
-        seen_values = np.repeat(np.array(values[first:]), group, axis=1)
-        scores = np.einsum("hd,shd->hs", query, seen_keys) / np.sqrt(config["head_dim"])
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
-        attended = self._of(name + "o_proj.weight") @ np.einsum("hs,shd->hd", weights, seen_values).reshape(-1)
-        x = residual + attended
-        inner = self._norm(x, f"{layer}post_attention_layernorm")
-        gate = self._of(f"{layer}mlp.gate_proj.weight") @ inner
-        up = self._of(f"{layer}mlp.up_proj.weight") @ inner
-        return x + self._of(f"{layer}mlp.down_proj.weight") @ (gate / (1 + np.exp(-gate)) * up)
+        return self._finish(layer, residual, self._weighted(query, np.array(keys[first:]), np.array(values[first:])))
 
-    def _heads(self, x: np.ndarray, position: int, norm: str) -> np.ndarray:
+    def _weighted(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: Any = 0.0) -> np.ndarray:
+        """Attention of queries [.., heads, depth] over keys and values [slots, kv_heads, depth]: [.., heads * depth]"""
+        keys, values = (np.repeat(one, queries.shape[-2] // one.shape[1], axis=1) for one in (keys, values))
+        scores = np.einsum("...hd,khd->h...k", queries, keys) / np.sqrt(queries.shape[-1]) + mask
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("h...k,khd->...hd", weights, values).reshape(*queries.shape[:-2], -1)
+
+    def _finish(self, layer: str, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
+        """Add the projection of what was attended, and the MLP, to rows."""
+        x = x + attended @ self._of(f"{layer}self_attn.o_proj.weight").T
+        inner = self._norm(x, f"{layer}post_attention_layernorm")
+        gate, up = (inner @ self._of(f"{layer}mlp.{part}_proj.weight").T for part in ("gate", "up"))
+        return x + (gate / (1 + np.exp(-gate)) * up) @ self._of(f"{layer}mlp.down_proj.weight").T
+
+    def _heads(self, x: np.ndarray, places: Any, norm: str) -> np.ndarray:
+        """Split rows [.., heads * depth] at these places into heads, norm and rotate them."""
         depth = self.config["head_dim"]
-        x = x.reshape(-1, depth)
+        x = x.reshape(*x.shape[:-1], -1, depth)
         if self.config["model_type"] == "qwen3":
             x = self._norm(x, norm)
-        angles = position * self.config["rope_theta"] ** (-np.arange(0, depth, 2) / depth)
-        first, second = x[:, : depth // 2], x[:, depth // 2 :]
-        return np.concatenate(
-            [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=1
-        )
+        turns = self.config["rope_theta"] ** (-np.arange(0, depth, 2) / depth)
+        angles = np.asarray(places)[..., None, None] * turns
+        first, second = x[..., : depth // 2], x[..., depth // 2 :]
+        turned = first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)
+        return np.concatenate(turned, axis=-1)
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         squares = (x * x).mean(axis=-1, keepdims=True)

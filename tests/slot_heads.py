@@ -10,7 +10,7 @@ import numpy as np
 from block_heads import BlockReference
 from heads import CONFIG as EAGLE_CONFIG
 from heads import DEPTH, VOCAB, WIDTH, RandomWeights, silent_target, write_folder
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 SLOTS, TAPS, ROWS = 4, (0, 4, 7, 8), 128
 CONFIG: dict[str, Any] = {
@@ -95,12 +95,16 @@ class SlotReference(BlockReference):
         inner, places, name = self._norm(x, "context.input_layernorm"), np.arange(len(x)), "context.self_attn."
         query, key, value = (inner @ self._of(f"{name}{part}_proj.weight").T for part in "qkv")
         query, key = (self._heads(part, places, f"{name}{of}_norm") for part, of in ((query, "q"), (key, "k")))
-        group = query.shape[1] // key.shape[1]
-        scores = np.einsum("hd,khd->hk", query[-1], np.repeat(key, group, axis=1)) / np.sqrt(DEPTH)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        value = np.repeat(value.reshape(len(x), -1, DEPTH), group, axis=1)
-        return self._of(f"{name}o_proj.weight") @ np.einsum("hk,khd->hd", weights, value).reshape(-1)
+        value = value.reshape(len(x), -1, DEPTH)
+        return self._of(f"{name}o_proj.weight") @ self._weighted(query[-1], key, value)
+
+
+def reference_of(target: Path, variant: str, mistake: str = "") -> SlotReference:
+    """Return the reference of a head of random weights for the target in a folder."""
+    config, stored = CONFIG | VARIANTS[variant], load_file(target / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    ends = {"embedding": table, "output": table, "norm.weight": stored["model.norm.weight"]}
+    return SlotReference(config, slot_tensors(config), ends, mistake)
 
 
 MISTAKES = (

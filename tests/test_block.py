@@ -94,7 +94,7 @@ def check_blocks(target: Any, drafter: BlockDrafter, monkeypatch: pytest.MonkeyP
             if len(lengths) % every:
                 continue
             part = chain(own, text)._replace(hidden_rows=range(len(text)))
-            hidden = target.score_hidden([part], head.head.taps).hidden
+            hidden = target.score_hidden([part], head.spec.taps).hidden
             fresh = head.open(512, 64)
             fresh.add_features(head.fuse(hidden))
             [mine, other] = [

@@ -14,6 +14,7 @@ from passes import TINIES, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import gpu
 import gpu_checks
 import test_multi_step
 
@@ -54,7 +55,7 @@ def test_texts_are_those_of_plain_decoding(folder: Path, options: dict[str, str]
     with outpace.load(folder, folder, **given, **options) as llm:
         assert isinstance(llm.target.model, GraphLlama)
         assert not llm.target.model.captures.is_eager
-        rows = gpu_checks.of_texts(llm, ["the cat sat on the", "a b a b"], 24)
+        rows = gpu.of_texts(llm, ["the cat sat on the", "a b a b"], 24)
     assert not [row for row in rows if not row["passed"]]
 
 
@@ -162,7 +163,7 @@ def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None
     """Windows, norms of heads, biases, layers without rotation; long texts, which are cut into pieces; wide trees."""
     tensor = test_multi_step.reference.random_tensors(config).__getitem__
     given: dict[str, Any] = {"device": "cuda", "dtype": dtype, "exact": False}
-    model = gpu_checks.captured("fused", config, tensor, **given)
+    model = gpu.captured("fused", config, tensor, **given)
     slow = build(gpu_checks.Llama, config, **given)
     words = [number % config.vocab_size for number in range(300)]
     rows = []
@@ -179,7 +180,7 @@ def test_a_loop_writes_the_engines_answers() -> None:
     import test_distill_writer as writing
 
     tensor = writing.TENSORS.__getitem__
-    model = gpu_checks.captured("fused", writing.reference.TINY, tensor, device="cuda", exact=False)
+    model = gpu.captured("fused", writing.reference.TINY, tensor, device="cuda", exact=False)
     expected, found = writing.write(4), writing.write_by_loop(4, model)
     assert sorted(found) == sorted(expected)
     same = [found[number].tokens.tolist() == answer.tokens.tolist() for number, answer in expected.items()]

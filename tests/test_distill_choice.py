@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from distill_files import prompts_file, run_command, target_folder
 from distill_files import target as target
+from turns import one_of
 
 from outpace.distill import run
 from outpace.distill.batches import read_samples
@@ -42,7 +43,7 @@ def test_the_kind_depends_on_the_run_the_device_and_the_target(
     assert choose_kind(tmp_path, device, name, is_open=False)[:2] == (kind if known else "standalone", False)
 
 
-@pytest.mark.parametrize("steered", [2.0, 0.5])
+@pytest.mark.parametrize("steered", one_of(2, [2.0, 0.5]))
 def test_a_draft_is_steered_if_that_is_faster(
     steered: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

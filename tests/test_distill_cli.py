@@ -181,7 +181,7 @@ def test_bad_input_is_said_before_anything_is_computed(
 def test_training_goes_on_from_a_draft(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The draft keeps its shape and vocabulary, and giving another shape is an error."""
     asked = prompts_file(tmp_path / "asked.jsonl", 200)
-    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--tokens", 2000, "--length", 64]
+    common = ["--target", target, "--prompts", asked, "--answer-tokens", 12, "--tokens", 500, "--length", 64]
     first = ["--out", tmp_path / "first", "--layers", "0,1", "--vocab", 90]
     for stage in ("text", "train"):
         assert run_command(*common, *first, "--stage", stage) == 0

@@ -24,6 +24,7 @@ import reference
 import rounding
 from passes import TINIES, build, tiny
 from rounding import assert_within, relative_error
+from turns import in_turn, one_of
 
 from outpace.core import fused_noise, noise
 from outpace.models import runtimes
@@ -123,8 +124,7 @@ SHAPES = [  # batch, nodes, heads, key heads, width, slots
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize(("shape", "window"), in_turn(SHAPES, [None, 1, 40]))
 def test_attention(shape: tuple[int, ...], window: int | None) -> None:
     batch, nodes, heads, groups, width, slots = shape
     trees = Trees(batch, nodes, groups, width, slots)
@@ -144,8 +144,11 @@ def test_what_is_stored_is_finite() -> None:
     assert kv[:, 0, 0, 1].tolist() == [[most, -most], [0.0, 3.0]]
 
 
-@pytest.mark.parametrize("config", TINIES.values(), ids=TINIES)
-def test_every_kind_of_layer(config: LlamaConfig) -> None:
+@pytest.mark.parametrize(
+    "name", ["mixed", *(pytest.param(name, marks=pytest.mark.long) for name in {*TINIES} - {"mixed"})]
+)
+def test_every_kind_of_layer(name: str) -> None:
+    config = TINIES[name]
     model, slow = fused(config), tiny(config, exact=False)
     words = [number % config.vocab_size for number in range(1, 71)]
     parents = [-1, 0, 0, 1, 2]
@@ -160,11 +163,13 @@ def test_every_kind_of_layer(config: LlamaConfig) -> None:
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(("count", "is_captured"), [(90, True), (270, False)])
+@pytest.mark.parametrize(
+    ("count", "is_captured"), [(18, True), pytest.param(90, True, marks=pytest.mark.long), (270, False)]
+)
 def test_a_short_prompt_is_captured_and_a_long_one_is_not(count: int, is_captured: bool) -> None:
     model, slow = fused(), tiny(exact=False)
     words, before = [number % reference.TINY.vocab_size for number in range(1, count + 1)], model.captures.count
-    rows = [one.score([chain(one.open(400, 300), words, [80, count - 1])]) for one in (model, slow)]
+    rows = [one.score([chain(one.open(400, 300), words, [count // 2, count - 1])]) for one in (model, slow)]
     assert (model.captures.count > before) is is_captured
     torch.testing.assert_close(*rows, atol=2e-4, rtol=2e-4)
 
@@ -198,7 +203,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(arguments: list[str], tm
     assert done.stdout == "compiled\n", done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", one_of(2, [torch.float16, torch.float32]))
 def test_logits_are_in_float32(dtype: torch.dtype) -> None:
     model, wide = fused(dtype=dtype), tiny(exact=False)
     rows = [one.score([chain(one.open(9, 9), [1, 2, 3], [0, 2])]) for one in (model, wide)]

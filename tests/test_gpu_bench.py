@@ -1,4 +1,4 @@
-"""Tests of bench/gpu.py on a CPU, in eager mode, and of its checks, which must notice named mistakes."""
+"""bench/gpu.py on a CPU, in eager mode, and the checks of captured passes, which must notice named mistakes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_all_parts_run_and_their_rows_are_written_one_by_one(
     assert (status, last["failed"], wrong) == (0, 0, [])
     parts = [*dict.fromkeys(row["part"] for row in written)]
     assert parts == ["machine", *(part for part in gpu.PARTS if part not in gpu.WIDE)]
-    assert {row["steps"] for row in last["draft steps"]} == {1, 2, 4, 8}
     assert written == [{"part": part} | row for part in parts for row in last[part]]
     assert {row["method"] for row in last["answers"] if "times_plain" in row} == set(gpu.METHODS)
 
 
-def test_checks_alone_measure_nothing(
+def test_texts_alone_measure_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "checks", lambda *_: [])
+    chosen = ("plain", "sequential, 4 steps", "auto")
+    monkeypatch.setattr(gpu, "METHODS", {name: gpu.METHODS[name] for name in chosen})
     folder, data, out = str(model_folder(tmp_path)), tmp_path / "data.jsonl", tmp_path / "gpu.jsonl"
     data.write_text(json.dumps({"turns": ["the cat sat"]}) + "\n")
     given = [
@@ -49,7 +49,6 @@ def test_checks_alone_measure_nothing(
         "cpu",
         "--quick",
         "--parts",
-        "checks",
         "texts",
         "--model",
         folder,
@@ -60,8 +59,8 @@ def test_checks_alone_measure_nothing(
     ]
     assert gpu.main([*given, "--tokens", "4", "--data", str(data), str(data)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert sorted(last) == ["checks", "failed", "machine", "texts"]
-    assert len(last["texts"]) == 50
+    assert sorted(last) == ["failed", "machine", "texts"]
+    assert len(last["texts"]) == 10
     assert all("error" not in row and row["passed"] for row in last["texts"])
 
 

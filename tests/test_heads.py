@@ -20,7 +20,6 @@ import transformers
 from files import model_folder
 from heads import (
     LAYERS,
-    MISTAKES,
     PARENTS,
     ROWS,
     VARIANTS,
@@ -38,7 +37,6 @@ from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
 from outpace.models.files.gguf.header import open_gguf_model
 from outpace.models.heads import files as head_files
-from outpace.models.heads import native as native_heads
 from outpace.models.heads.config import head_kind
 from outpace.models.heads.files import target_of_head
 from outpace.models.llama.native import runtime as native_runtime
@@ -79,7 +77,7 @@ def tokens_of(count: int, seed: int = 0) -> list[int]:
 def give(model: Any, session: Any, hidden: np.ndarray) -> None:
     """Queue the features of these hidden states."""
     session.add_features(
-        model.fuse(hidden if isinstance(model, native_heads.NativeEagle) else torch.from_numpy(hidden))
+        model.fuse(hidden if isinstance(model.layers, native_runtime.NativeLlama) else torch.from_numpy(hidden))
     )
 
 
@@ -127,51 +125,6 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
         return float(np.where(same, 0.0, np.abs(found - wanted)).max())
 
 
-@pytest.mark.parametrize("layout", heads.LAYOUTS)
-def test_every_layout_gives_the_same_scores(layout: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
-    one = tree_logits(load(targets, write_head(tmp_path / "one")), [0])[0]
-    other = tree_logits(load(targets, write_head(tmp_path / "other", layout)), [0])[0]
-    assert np.array_equal(one, other)
-
-
-@pytest.mark.parametrize("runtime", ["llama", "captured"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_forward_is_that_of_the_formulas(
-    variant: str, runtime: str, targets: dict[str, Loaded], tmp_path: Path
-) -> None:
-    changes = VARIANTS[variant]
-    model = load(targets, write_head(tmp_path / "head", **changes), runtime)
-    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
-    for seed, found in enumerate(tree_logits(model, [0, 1, 2])):
-        assert distance(found, expected(reference, seed)) < 1e-4
-    assert (hasattr(model, "captures") and model.captures.count > 0) == (runtime == "captured")
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_the_forward_is_far_away(mistake: str, targets: dict[str, Loaded], tmp_path: Path) -> None:
-    found = tree_logits(load(targets, write_head(tmp_path / "head")), [0])[0]
-    assert distance(found, expected(Reference(head_config(), head_tensors(head_config()), mistake), 0)) > 0.1
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_native_scores_are_those_of_the_emulation_and_near_the_formulas(
-    variant: str, targets: dict[str, Loaded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = VARIANTS[variant]
-    path = write_head(tmp_path / "head", **changes)
-    found = tree_logits(load(targets, path, "native"), [0, 1])
-    reference = Reference(head_config(**changes), head_tensors(head_config(**changes)))
-    spread = np.std([row[np.isfinite(row)] for row in expected(reference, 0)])
-    for seed, logits in enumerate(found):
-        assert distance(logits, expected(reference, seed)) < 0.25 * spread
-    from outpace_kernels import emulation
-
-    monkeypatch.setattr(native_heads, "kernels", emulation)
-    monkeypatch.setattr(native_runtime, "kernels", emulation)
-    emulated = tree_logits(load(targets, path, "native"), [0, 1])
-    assert all(np.array_equal(one, other) for one, other in zip(found, emulated, strict=True))
-
-
 @pytest.mark.parametrize("runtime", [*RUNTIMES, "captured"])
 @pytest.mark.parametrize("layout", ["midlayer", "speculators"])
 def test_mask_slots_are_those_of_the_formulas(
@@ -181,7 +134,7 @@ def test_mask_slots_are_those_of_the_formulas(
     config, tensors = head_config(**heads.P_EAGLE), head_tensors(head_config(**heads.P_EAGLE))
     path = heads.LAYOUTS[layout](tmp_path / "head", config, tensors)
     model, reference = load(targets, path, runtime), Reference(config, tensors)
-    assert (model.head.kind, model.head.mask_token) == ("P-EAGLE", heads.MASK)
+    assert (model.spec.kind, model.spec.mask_token) == ("P-EAGLE", heads.MASK)
     sessions = [opened(model, seed) for seed in (0, 1)]
     parts = []
     for session, part in sessions:
@@ -266,7 +219,7 @@ def test_proposal_methods_of_another_kind_say_no_length(
     config = json.loads((path / "config.json").read_text())
     config["speculators_config"]["proposal_methods"] = methods
     (path / "config.json").write_text(json.dumps(config))
-    assert load(targets, path).head.draft_length is None
+    assert load(targets, path).spec.draft_length is None
 
 
 def test_a_verifier_that_is_no_object_is_named_with_its_file(tmp_path: Path) -> None:
@@ -411,8 +364,8 @@ def test_taps_are_counted_as_their_field_counts_them(field: str, targets: dict[s
         "layer_ids": {"eagle_config": {"layer_ids": [1, 4, 7]}},
     }
     model = load(targets, write_head(tmp_path / "head", **changes[field]))
-    assert model.head.taps == (1, 4, 7)
-    assert load(targets, write_head(tmp_path / "silent")).head.taps == heads.TAPS
+    assert model.spec.taps == (1, 4, 7)
+    assert load(targets, write_head(tmp_path / "silent")).spec.taps == heads.TAPS
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

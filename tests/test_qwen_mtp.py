@@ -22,8 +22,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
-from outpace.models.heads.native import NativeJoined
-from outpace.models.heads.torch import TorchJoined
+from outpace.models.heads.kinds.features import JoinedHead
 from outpace.models.load import known_draft, load_draft, load_model
 from outpace.models.runtimes import Loaded
 
@@ -118,7 +117,7 @@ def write(folder: Path, name: str, is_exact: bool = False) -> dict[str, Path]:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
     folder = tmp_path_factory.mktemp("mtp")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(recurrent.MODELS, "mtp", ("Qwen3_5", recurrent.QWEN | SIZES))
+        patch.setitem(recurrent.SHAPES, "mtp", ("Qwen3_5", recurrent.QWEN | SIZES))
         return {name: write(folder, name, name == "exact") for name in ("random", "exact")}
 
 
@@ -132,8 +131,8 @@ def load(path: Path, runtime: str, spec: str = "mtp") -> tuple[Loaded, Loaded]:
 @pytest.mark.parametrize("kind", FILES)
 def test_the_layer_is_that_of_the_formulas(kind: str, runtime: str, paths: dict[str, dict[str, Path]]) -> None:
     _, head = load(paths["random"][kind], runtime)
-    assert isinstance(head.model, NativeJoined if runtime == "native" else TorchJoined)
-    assert (head.model.head.kind, head.model.head.taps, head.drafter) == ("MTP of Qwen3.5", (4,), "eagle")
+    assert isinstance(head.model, JoinedHead)
+    assert (head.model.spec.kind, head.model.spec.taps, head.drafter) == ("MTP of Qwen3.5", (4,), "eagle")
     reference = Reference(paths["random"]["folder"])
     for seed, found in enumerate(tree_logits(head.model, [0, 1])):
         wanted = expected(reference, seed)

@@ -352,6 +352,14 @@ def test_configs_of_lfm2_that_contradict_themselves_are_refused(changes: dict[st
         from_dict(given | changes)
 
 
+def test_the_last_layer_is_no_layer_for_more_tokens(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    file = recurrent.write_gguf(pairs("equal").folder, tmp_path / "a.gguf", "equal", nextn_predict_layers=1)
+    with pytest.raises(
+        UserError, match=r"nextn_predict_layers is 1, so the block 3 must have a tensor 'nextn\.eh_proj"
+    ):
+        GgufCheckpoint(file)
+
+
 @pytest.fixture(scope="module")
 def files(pairs: Callable[[str], Pair], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")

@@ -49,6 +49,9 @@ def blocks(name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     form = emulation.FILE_FORMATS[name]
     data = np.random.default_rng(seed).integers(0, 256, (rows, columns // form.inputs, form.bytes)).astype(np.uint8)
     scales = [208] if name == "Q6_K" else [0, *([2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", *OURS) else [])]
+    if name == "MXFP4":
+        data[..., 0] = 117 + data[..., 0] % 4
+        scales = []
     for start in scales:
         data[..., start + 1] = 0x10 + data[..., start + 1] % 0x10  # 2^-11 to 2^-8
     return data.reshape(rows, -1)

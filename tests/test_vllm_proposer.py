@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from files import model_folder
 from links import drafting
+from turns import one_of
 
 import outpace
 from outpace.card.wire import identity_of
@@ -221,7 +222,7 @@ class RealServing(Serving):
         return super().run(SimpleNamespace(propose=propose), answers, moves)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.005])
+@pytest.mark.parametrize("delay", one_of(2, [0.005, 0.0]))
 def test_a_draft_worker_elsewhere_drafts(delay: float, folder: Path, written: list[int]) -> None:
     """Drafts of the target's own weights come over a link; when it is cut for good, the text goes on."""
     draft = load_own_draft(str(folder), LoadOptions(dtype="float32"))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 F = np.float32
+MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)  # twice what nibbles mean
 IQ4_NL = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 
 
@@ -98,6 +99,11 @@ def iq4_nl(block: np.ndarray) -> Parts:
     return Parts(IQ4_NL[nibbles(block[..., 2:])], half(block, 0), None)
 
 
+def mxfp4(block: np.ndarray) -> Parts:
+    """Decode the exponent of c, a power of two, and nibbles that select one of sixteen numbers."""
+    return Parts(MXFP4[nibbles(block[..., 1:])], np.ldexp(F(1), block[..., 0].astype(np.int32) - 128), None)
+
+
 def six_bits(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Decode twelve bytes as eight c and eight m of six bits: [rows, blocks, 8] twice."""
     first, second, third = (data[..., i : i + 4] for i in (0, 4, 8))
@@ -156,6 +162,7 @@ FORMATS = {
     "Q5_1": Format(32, 24, q5_1),
     "Q8_0": Format(32, 34, q8_0),
     "IQ4_NL": Format(32, 18, iq4_nl),
+    "MXFP4": Format(32, 17, mxfp4),
     "Q4_K": Format(256, 144, q4_k),
     "Q5_K": Format(256, 176, q5_k),
     "Q6_K": Format(256, 210, q6_k),

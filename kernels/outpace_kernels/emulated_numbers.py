@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-GROUP, PANEL, LANES, MAX_DEPTH = 64, 32, 16, 256
+GROUP, PANEL, LANES, MAX_DEPTH, MAX_USED_EXPERTS = 64, 32, 16, 256, 64
 HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 if all weights do (Q6_K)
 ARITHMETIC = 2  # increase when a change affects the bits of logits
 F = np.float32
@@ -102,6 +102,17 @@ def exponential(x: np.ndarray) -> np.ndarray:
 def silu(x: np.ndarray) -> np.ndarray:
     """Return x / (1 + e^-x)."""
     return x / (F(1) + exponential(-x))
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + e^-x)."""
+    return F(1) / (F(1) + exponential(-x))
+
+
+def clamped_gate(gate: np.ndarray, up: np.ndarray, limit: np.float32) -> np.ndarray:
+    """Return (up + 1) gate / (1 + e^(-1.702 gate)), gate at most `limit`, up within it on both sides."""
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + F(1)) * (gate / (F(1) + exponential(gate * F(-1.702))))
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outpace_kernels.emulated_matrices import Matrix
-from outpace_kernels.emulated_numbers import GROUP, LANES, F, exponential, fma, groups_of, inverse_rms, silu, sum_lanes
+from outpace_kernels.emulated_numbers import (
+    GROUP,
+    LANES,
+    F,
+    exponential,
+    fma,
+    groups_of,
+    inverse_rms,
+    sigmoid,
+    silu,
+    sum_lanes,
+)
 
 SERIES = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1)
 LENGTH_FLOOR = F(1e-6)
@@ -130,11 +141,6 @@ class States:
         for node in self.folds:
             self.layers = [state.with_node(node[number]) for number, state in enumerate(self.layers)]
         self.folds = []
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    """Return 1 / (1 + e^-x)."""
-    return F(1) / (F(1) + exponential(x * F(-1)))
 
 
 def softplus(x: np.ndarray) -> np.ndarray:

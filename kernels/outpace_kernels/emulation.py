@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace_kernels.emulated_experts import Experts as Experts
 from outpace_kernels.emulated_formats import FLOATS as FLOATS
 from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
@@ -27,17 +28,20 @@ from outpace_kernels.emulated_numbers import (
     SCALED,
     F,
     as_bytes,
+    clamped_gate,
     exponential,
     fma,
     gelu,
     groups_of,
     inverse_rms,
+    sigmoid,
     silu,
 )
 from outpace_kernels.emulated_numbers import MAX_DEPTH as MAX_DEPTH
+from outpace_kernels.emulated_numbers import MAX_USED_EXPERTS as MAX_USED_EXPERTS
 from outpace_kernels.emulated_numbers import sum_lanes as sum_lanes
 from outpace_kernels.emulated_recurrence import Recurrence as Recurrence
-from outpace_kernels.emulated_recurrence import RecurrentWeights, States, compute_row, sigmoid
+from outpace_kernels.emulated_recurrence import RecurrentWeights, States, compute_row
 
 FORMATS = {name: form.inputs for name, form in FILE_FORMATS.items()}
 
@@ -55,8 +59,8 @@ class Layer:
     mlp_norm: np.ndarray
     qkv: Matrix
     output: Matrix
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Matrix | None
+    down: Matrix | None
     query_norm: Sequence[float] = field(default_factory=list)
     key_norm: Sequence[float] = field(default_factory=list)
     rotates: bool = True
@@ -65,6 +69,8 @@ class Layer:
     attention_output_norm: Sequence[float] = field(default_factory=list)
     mlp_output_norm: Sequence[float] = field(default_factory=list)
     token_norm: Sequence[float] = field(default_factory=list)
+    experts: Experts | None = None
+    sinks: Sequence[float] = field(default_factory=list)
     is_causal: bool = False
     recurrent_weights: RecurrentWeights | None = None
 
@@ -75,15 +81,17 @@ class Layer:
         mlp_norm: np.ndarray,
         input: Matrix,
         output: Matrix,
-        gate_up: Matrix,
-        down: Matrix,
+        gate_up: Matrix | None,
+        down: Matrix | None,
         filters: np.ndarray,
         strengths: Matrix | None = None,
+        experts: Experts | None = None,
         **numbers: Sequence[float],
     ) -> Layer:
         """Return a layer with a delta net or, without rates, a short convolution."""
         weights = RecurrentWeights(filters, strengths, **numbers)
-        return cls(attention_norm, mlp_norm, input, output, gate_up, down, recurrent_weights=weights)
+        norms = attention_norm, mlp_norm
+        return cls(*norms, input, output, gate_up, down, experts=experts, recurrent_weights=weights)
 
     def to_kv_only(self) -> Layer:
         """Return a layer that stores the keys and values of states that are normed already, and does nothing else."""
@@ -189,8 +197,9 @@ class Model:
         embedding_scale: float = 1.0,
         gelu: bool = False,
         recurrence: Recurrence = NO_RECURRENCE,
+        gate_limit: float = 0.0,
     ) -> None:
-        self.recurrence = recurrence
+        self.recurrence, self.gate_limit = recurrence, F(gate_limit)
         kinds = [layer.recurrent_weights is not None for layer in layers]
         self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among layers of its kind
         self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu
@@ -314,11 +323,29 @@ class Model:
     def _run_mlp(self, number: int, x: np.ndarray, mlp_bias: Sequence[tuple[slice, np.ndarray]]) -> np.ndarray:
         """Run a layer's MLP."""
         layer = self.layers[number]
-        both = layer.gate_up(self._normed(x, layer.mlp_norm)).reshape(len(x), -1, 2, LANES)
+        normed = self._normed(x, layer.mlp_norm)
+        if layer.experts:
+            shared = (layer.gate_up, layer.down) if layer.gate_up and layer.down else None
+            return self._added(x, layer.experts.apply(normed, self._gated, shared), layer.mlp_output_norm)
+        assert layer.gate_up
+        assert layer.down
+        both = layer.gate_up(normed).reshape(len(x), -1, 2, LANES)
         for rows, added in mlp_bias:
             both[rows, :, 1] = both[rows, :, 1] + added.reshape(-1, LANES)
-        gated = (gelu if self.is_gelu else silu)(both[:, :, 0])
-        return self._added(x, layer.down((gated * both[:, :, 1]).reshape(len(x), -1)), layer.mlp_output_norm)
+        return self._added(x, layer.down(self._gated(both).reshape(len(x), -1)), layer.mlp_output_norm)
+
+    @property
+    def mean_experts(self) -> float:
+        """Mean number of experts that a layer applied in the last pass."""
+        return float(np.mean([layer.experts.num_distinct for layer in self.layers if layer.experts]))
+
+    def _gated(self, both: np.ndarray) -> np.ndarray:
+        """Join gates and ups [rows, groups, 2, LANES]."""
+        gate, up = both[:, :, 0], both[:, :, 1]
+        if self.gate_limit:
+            return clamped_gate(gate, up, self.gate_limit)
+        gated: np.ndarray = (gelu if self.is_gelu else silu)(gate) * up
+        return gated
 
     def _added(self, x: np.ndarray, branch: np.ndarray, norm: Sequence[float]) -> np.ndarray:
         """Add a sublayer's output to the residual, normalized first if there is a norm for it."""
@@ -343,8 +370,17 @@ class Model:
         angles = rope_rows.reshape(len(rope_rows), self.rotations, -1, 2)[:, layer.rotation]
         angles = angles if layer.rotates else np.broadcast_to(np.array([1, 0], F), angles.shape)
         scale = F(heads.scale) if heads.scale else F(1) / np.sqrt(F(heads.depth))
-        queries = self._rotate(queries, layer.query_norm, angles) * scale
-        keys = self._rotate(keys, layer.key_norm, angles)
+        norms = layer.query_norm, layer.key_norm
+        if len(layer.query_norm) > heads.depth:  # all heads are normed as one vector
+            both = zip((queries, keys), norms, strict=True)
+            queries, keys = (
+                (x * inverse_rms(x.reshape(len(x), -1), heads.epsilon)[..., None])
+                * np.array(norm, F).reshape(x.shape[1:])
+                for x, norm in both
+            )
+            norms = (), ()
+        queries, keys = (self._rotate(x, norm, angles) for x, norm in zip((queries, keys), norms, strict=True))
+        queries = queries * scale
         out, row = [], 0
         for place, (store, committed, pending, count, sees) in enumerate(spans):
             there = range(committed - position_gaps.get(place, 0))
@@ -355,7 +391,7 @@ class Model:
                 own = np.searchsorted(slots, committed + pending + node) + 1
                 first = max(own - layer.window, 0) if layer.window else 0
                 slots = slots[first : own if layer.is_causal else None]
-                out.append(self._mix(queries[row + node], *store.data[slot_layer][:, :, slots]))
+                out.append(self._mix(queries[row + node], *store.data[slot_layer][:, :, slots], layer.sinks))
             row += count
         results = np.stack(out) * sigmoid(gates) if heads.gated else np.stack(out)
         return groups_of(results).reshape(len(mixed), -1)
@@ -368,18 +404,22 @@ class Model:
         cosine, sine = rope_rows[:, None, :, 0], rope_rows[:, None, :, 1]
         return np.concatenate([fma(first, cosine, -(second * sine)), fma(first, sine, second * cosine)], axis=-1)
 
-    def _mix(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    def _mix(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: Sequence[float]) -> np.ndarray:
         """Return softmax(queries keys) values of one row, adding position after position: [heads, depth]."""
         group = self.heads.queries // self.heads.keys
         keys, values = np.repeat(keys, group, axis=0), np.repeat(values, group, axis=0)  # [heads, positions, depth]
         scores = np.zeros(keys.shape[:2], F)
         for entry in range(self.heads.depth):
             scores = fma(queries[:, entry, None], keys[:, :, entry], scores)
-        weights = exponential(scores - scores.max(axis=-1, keepdims=True))
+        top = scores.max(axis=-1, keepdims=True)
+        sink = np.array(sinks, F)[:, None] if len(sinks) else None  # scores without values
+        top = top if sink is None else np.maximum(top, sink)
+        weights = exponential(scores - top)
+        sums = sum_lanes(weights) + (F(0) if sink is None else exponential(sink - top)[:, 0])
         total = np.zeros_like(queries)
         for position in range(keys.shape[1]):
             total = fma(weights[:, position, None], values[:, position], total)
-        return total * (F(1) / sum_lanes(weights))[:, None]
+        return total * (F(1) / sums)[:, None]
 
 
 def _whole_groups(x: np.ndarray) -> np.ndarray:

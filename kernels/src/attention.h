@@ -21,6 +21,7 @@ struct Query {
     VisibleSlots visible;
     float* scores;  // by slot from the tile's first slot on, later in position order
     float inverse;  // 1 / sum of weights
+    const float* sink;  // a score without a value, or null
     int before, after;  // slots that it sees before and after the slots that all queries of the tile see
 };
 
@@ -137,7 +138,7 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
         for (int i = 0; skipped > 0 && i < visible.run; ++i) query.scores[i] = query.scores[skipped + i];
         for (int i = 0; i < visible.num_more; ++i)
             query.scores[visible.run + i] = query.scores[visible.more[i] - common.base];
-        query.inverse = exponentials(query.scores, visible.count());
+        query.inverse = exponentials(query.scores, visible.count(), query.sink);
     }
     constexpr int kVectors = Q * kMixVectors > 16 ? kMixVectors / 2 : kMixVectors;  // sums stay in registers
     int first = 0;
@@ -180,7 +181,7 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         for (int i = 0; i < heads.head_groups(); ++i)
             task.out.from(row, head * heads.head_groups() + i).prefetch_for_write();
         queries[q] = {mixed + head * heads.depth, task.visible_slots[row].within(task.window, task.is_causal),
-                      scores + static_cast<int64_t>(q) * store.slots, 0, 0, 0};
+                      scores + static_cast<int64_t>(q) * store.slots, 0, task.sinks ? task.sinks + head : nullptr, 0, 0};
     }
     alignas(64) float out[kQueries * kDepthMax] = {};
     attend_some<K, kQueries>(tile.count, heads, keys, values, tile.fetches, queries, out);

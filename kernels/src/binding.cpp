@@ -62,6 +62,48 @@ std::shared_ptr<Matrix> make_stored(const std::vector<std::tuple<std::string, Bl
     return std::make_shared<Matrix>(Matrix(stored, added, threads), threads, arena);
 }
 
+using FileMatrix = std::vector<std::tuple<std::string, Blocks>>;
+
+std::vector<Stored> stored_of(const std::vector<FileMatrix>& matrices, int inputs, int chunk) {
+    std::vector<Stored> found;
+    for (const FileMatrix& parts : matrices) {
+        Stored& one = found.emplace_back(Stored{{}, nullptr, 0, inputs, chunk});
+        for (const auto& [name, blocks] : parts)
+            one.parts.push_back({format_of(name.c_str()), blocks.data(), static_cast<int64_t>(blocks.shape(0)),
+                                 static_cast<int64_t>(blocks.shape(1))});
+        if (one.parts.empty()) throw std::invalid_argument("an expert has no weights");
+    }
+    return found;
+}
+
+std::vector<int> to_numbers(const Array<const int32_t, 1>& values) { return {values.data(), values.data() + values.size()}; }
+
+/// Makes the experts of a layer. `router` [experts, inputs], with one more row for the gate of the shared expert if
+/// there is one. `gate_up`, `down`: the parts of each expert's matrix in the file, whose rows are chosen as by
+/// `Matrix.stored`; each `chunk` inputs of `down` are padded to whole groups.
+std::shared_ptr<Experts> make_experts(const Grid& router, int used, std::vector<FileMatrix> gate_up,
+                                      const Array<const int32_t, 1>& gate_up_rows, std::vector<FileMatrix> down,
+                                      const Array<const int32_t, 1>& down_rows, int chunk,
+                                      std::shared_ptr<WeightArena> arena, const std::vector<float>& bias,
+                                      const std::vector<float>& correction, bool is_sigmoid, bool norms, float epsilon,
+                                      float scale, bool gates_shared, bool is_rounded, bool is_mapped,
+                                      const Vector& gate_up_bias, const Vector& down_bias) {
+    const int inputs = static_cast<int>(router.shape(1)), experts = static_cast<int>(gate_up.size());
+    if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
+    if (static_cast<int>(router.shape(0)) != experts + gates_shared)
+        throw std::invalid_argument("the router has " + std::to_string(router.shape(0)) + " rows for " +
+                                    std::to_string(experts) + " experts");
+    Router made{experts, used, inputs, is_sigmoid, norms, epsilon, scale, gates_shared};
+    made.set_weights(router.data());
+    made.bias = bias, made.correction = correction;
+    Experts::Source source{stored_of(gate_up, inputs, 0), stored_of(down, round_up(chunk, kGroup), chunk), is_rounded, is_mapped,
+                           to_numbers(gate_up_rows), to_numbers(down_rows), nullptr};
+    gate_up.insert(gate_up.end(), down.begin(), down.end());
+    source.owner = std::make_shared<std::vector<FileMatrix>>(std::move(gate_up));
+    return std::make_shared<Experts>(std::move(made), std::move(source), gate_up_bias.is_valid() ? to_vector(gate_up_bias) : std::vector<float>{},
+                                     down_bias.is_valid() ? to_vector(down_bias) : std::vector<float>{}, std::move(arena));
+}
+
 /// Rounds floats to blocks of Q4_1, row by row.
 void round_rows(const Grid& weights, const Array<uint8_t, 2>& out) {
     const auto rows = static_cast<int64_t>(weights.shape(0)), columns = static_cast<int64_t>(weights.shape(1));
@@ -142,7 +184,8 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
                                   const std::vector<float>& key_norm, bool rotates, int rotation, int window,
                                   const std::vector<float>& attention_output_norm,
                                   const std::vector<float>& mlp_output_norm,
-                                  const std::vector<float>& token_norm) {
+                                  const std::vector<float>& token_norm, std::shared_ptr<Experts> experts,
+                                  const std::vector<float>& sinks) {
     if (rotation < 0) throw std::invalid_argument("rotation is at least 0");
     auto layer = std::make_shared<Layer>();
     if (attention_norm.size()) layer->attention_norm = padded(to_vector(attention_norm));
@@ -154,6 +197,8 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
     layer->window = window;
     if (!attention_output_norm.empty()) layer->attention_output_norm = padded(attention_output_norm);
     if (!mlp_output_norm.empty()) layer->mlp_output_norm = padded(mlp_output_norm);
+    layer->experts = std::move(experts);
+    layer->sinks = sinks;
     layer->qkv = std::move(qkv);
     layer->output = std::move(output);
     layer->gate_up = std::move(gate_up);
@@ -167,7 +212,7 @@ std::shared_ptr<Layer> make_recurrent(const Vector& attention_norm, const Vector
                                       std::shared_ptr<Matrix> gate_up, std::shared_ptr<Matrix> down,
                                       const Grid& filters, std::shared_ptr<Matrix> strengths,
                                       const std::vector<float>& rates, const std::vector<float>& time_bias,
-                                      const std::vector<float>& norm) {
+                                      const std::vector<float>& norm, std::shared_ptr<Experts> experts) {
     auto layer = std::make_shared<Layer>();
     layer->attention_norm = padded(to_vector(attention_norm));
     layer->mlp_norm = padded(to_vector(mlp_norm));
@@ -176,6 +221,7 @@ std::shared_ptr<Layer> make_recurrent(const Vector& attention_norm, const Vector
     layer->gate_up = std::move(gate_up);
     layer->down = std::move(down);
     layer->strengths = std::move(strengths);
+    layer->experts = std::move(experts);
     layer->recurrent = std::make_shared<RecurrentWeights>(
         RecurrentWeights{{filters.data(), filters.data() + filters.size()}, rates, time_bias, norm});
     return layer;
@@ -200,11 +246,12 @@ Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
                 const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
                 const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads,
-                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence) {
+                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence, float gate_limit) {
     const Kernels* kernels = find_kernels(instruction_set);
     if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-    new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale, is_gelu, recurrence},
+    new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale,
+                       gate_limit > 0.0f ? Gating::clamped : is_gelu ? Gating::gelu : Gating::silu, recurrence, gate_limit},
                       {layers.begin(), layers.end()}, std::move(embedding), to_vector(norm), std::move(head), kernels,
                       threads);
 }
@@ -325,6 +372,7 @@ NB_MODULE(_native, m) {
     m.attr("GROUP") = kGroup;
     m.attr("LANES") = kLanes;
     m.attr("MAX_DEPTH") = kDepthMax;
+    m.attr("MAX_USED_EXPERTS") = kUsedMax;
     m.attr("FORMATS") = file_formats();
     m.attr("FLOATS") = float_formats();
     m.attr("KV_DTYPES") = kv_formats();
@@ -352,24 +400,45 @@ NB_MODULE(_native, m) {
         .def("read", &read_rows, "outputs"_a, "out"_a);
 
     nb::class_<Layer>(m, "Layer")
-        .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a, "down"_a,
+        .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a.none(), "down"_a.none(),
              "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "rotates"_a = true,
              "rotation"_a = 0, "window"_a = 0, "attention_output_norm"_a = std::vector<float>{},
-             "mlp_output_norm"_a = std::vector<float>{}, "token_norm"_a = std::vector<float>{})
-        .def_static("recurrent", &make_recurrent, "attention_norm"_a, "mlp_norm"_a, "input"_a, "output"_a, "gate_up"_a,
-                    "down"_a, "filters"_a, "strengths"_a = nb::none(), "rates"_a = std::vector<float>{},
-                    "time_bias"_a = std::vector<float>{}, "norm"_a = std::vector<float>{})
+             "mlp_output_norm"_a = std::vector<float>{}, "token_norm"_a = std::vector<float>{}, "experts"_a = nb::none(),
+             "sinks"_a = std::vector<float>{})
+        .def_static("recurrent", &make_recurrent, "attention_norm"_a, "mlp_norm"_a, "input"_a, "output"_a, "gate_up"_a.none(),
+                    "down"_a.none(), "filters"_a, "strengths"_a = nb::none(), "rates"_a = std::vector<float>{},
+                    "time_bias"_a = std::vector<float>{}, "norm"_a = std::vector<float>{}, "experts"_a = nb::none())
         .def_rw("window", &Layer::window)
         .def_rw("is_causal", &Layer::is_causal)
         .def("to_kv_only", [](const Layer& layer) {
             auto other = std::make_shared<Layer>(layer);
             other->attention_norm.clear();
             other->output = other->gate_up = other->down = nullptr;
+            other->experts = nullptr;
             return other;
         })
         .def_prop_ro("bytes", [](const Layer& layer) {
-            return layer.qkv->bytes() + layer.output->bytes() + layer.gate_up->bytes() + layer.down->bytes() +
-                   (layer.strengths ? layer.strengths->bytes() : 0);
+            std::size_t total = layer.qkv->bytes() + layer.output->bytes();
+            for (const auto& matrix : {layer.gate_up, layer.down, layer.strengths}) total += matrix ? matrix->bytes() : 0;
+            return total + (layer.experts ? layer.experts->row_bytes() : 0);
+        });
+
+    nb::class_<Experts>(m, "Experts")
+        .def(nb::new_(&make_experts), "router"_a, "used"_a, "gate_up"_a, "gate_up_rows"_a, "down"_a, "down_rows"_a,
+             "chunk"_a, "arena"_a, "bias"_a = std::vector<float>{}, "correction"_a = std::vector<float>{},
+             "sigmoid"_a = false, "norms"_a = false, "epsilon"_a = 0.0f, "scale"_a = 1.0f, "gates_shared"_a = false,
+             "rounded"_a = false, "mapped"_a = false, "gate_up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
+        .def_prop_ro("count", &Experts::count)
+        .def_prop_ro("expert_bytes", &Experts::expert_bytes)
+        .def_prop_ro("num_packed", &Experts::num_packed)
+        .def_prop_ro("held", &Experts::held)
+        .def("hold", &Experts::hold, "count"_a)
+        .def("pack", [](Experts& experts) {
+            {
+                const nb::gil_scoped_release release;
+                experts.pack_all();
+            }
+            experts.release_source();
         });
 
     nb::class_<Heads>(m, "Heads")
@@ -406,9 +475,10 @@ NB_MODULE(_native, m) {
     model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
              "norm"_a, "head"_a, "instruction_set"_a, "threads"_a, "rotations"_a = 1, "embedding_scale"_a = 1.0f,
-             "gelu"_a = false, "recurrence"_a = Recurrence{})
+             "gelu"_a = false, "recurrence"_a = Recurrence{}, "gate_limit"_a = 0.0f)
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
+        .def_prop_ro("mean_experts", &Model::mean_experts)
         .def_prop_ro("instruction_set", [](const Model& model) { return std::string(model.kernels().name); });
     bind_forward(model);
 }

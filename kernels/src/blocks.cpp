@@ -23,9 +23,10 @@ void unpack_nibbles(const uint8_t* low, uint32_t* words) {
 void unpack_half(Format format, const uint8_t* block, int half, Group& group) {
     uint32_t* words = group.words + half * kHalfGroupWords;
     const bool has_min = format == Format::q4_1 || format == Format::q5_1 || format == Format::u4_32;
-    group.numbers[half][0] = short_word(block);
+    const bool has_exponent = format == Format::mxfp4;
+    group.numbers[half][0] = has_exponent ? block[0] : short_word(block);
     group.numbers[half][1] = has_min ? short_word(block + 2) : 0;
-    const uint8_t* bytes = block + (has_min ? 4 : 2);
+    const uint8_t* bytes = block + (has_min ? 4 : has_exponent ? 1 : 2);
     if (format == Format::q8_0) {
         for (int i = 0; i < kHalfGroupWords; ++i) words[i] = word(bytes + 4 * i) ^ 0x80808080u;
         return;

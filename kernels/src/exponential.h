@@ -30,24 +30,42 @@ inline Floats sigmoid(Floats x) { return Floats::all(1.0f) / (Floats::all(1.0f) 
 /// x / (1 + e^-x)
 inline Floats silu(Floats x) { return x / (Floats::all(1.0f) + exponential(x * Floats::all(-1.0f))); }
 
+/// (up + 1) * gate / (1 + e^(-1.702 gate)), gate at most `limit`, up within it on both sides.
+inline Floats clamped_gate(Floats gate, Floats up, float limit) {
+    gate = min(gate, Floats::all(limit));
+    up = max(min(up, Floats::all(limit)), Floats::all(-limit));
+    const Floats gated = gate / (Floats::all(1.0f) + exponential(gate * Floats::all(-1.702f)));
+    return (up + Floats::all(1.0f)) * gated;
+}
+
 /// x / 2 (1 + tanh(y)) with y = sqrt(2 / pi) (x + 0.044715 x^3), computed as x / (1 + e^-2y)
 inline Floats gelu(Floats x) {
     const Floats slope = fma(x * x, Floats::all(-0.0713548162f), Floats::all(-1.59576912f));
     return x / (Floats::all(1.0f) + exponential(x * slope));
 }
 
-/// Replaces numbers by e^(x - largest); `x` has space for a multiple of 16. Returns 1 / their sum.
-inline float exponentials(float* x, int count) {
+inline float first_lane(Floats x) {
+    alignas(64) float lanes[kLanes];
+    x.store(lanes);
+    return lanes[0];
+}
+
+/// Replaces numbers by e^(x - largest); `x` has space for a multiple of 16. Returns 1 / their sum. `sink`: one more
+/// number, which counts as the others do, or null.
+inline float exponentials(float* x, int count, const float* sink = nullptr) {
     const int padded = round_up(count, kLanes);
     for (int i = count; i < padded; ++i) x[i] = -__builtin_inff();
     Floats highest = Floats::load(x);
     for (int i = kLanes; i < padded; i += kLanes) highest = max(highest, Floats::load(x + i));
-    const Floats shift = Floats::all(-largest(highest));
+    float top = largest(highest);
+    if (sink && *sink > top) top = *sink;
+    const Floats shift = Floats::all(-top);
     for (int i = 0; i < padded; i += kLanes) exponential(Floats::load(x + i) + shift).store(x + i);
     for (int i = count; i < padded; ++i) x[i] = 0.0f;
     Floats total = Floats::all(0.0f);
     for (int i = 0; i < padded; i += kLanes) total = total + Floats::load(x + i);
-    return 1.0f / sum(total);
+    const float whole = sum(total);
+    return 1.0f / (sink ? whole + first_lane(exponential(Floats::all(*sink - top))) : whole);
 }
 
 }  // namespace

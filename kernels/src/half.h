@@ -58,6 +58,14 @@ inline float from_bfloat16(uint16_t high) {
     return value;
 }
 
+/// Returns 2^(exponent - 127).
+inline float power_of_two(uint8_t exponent) {
+    const uint32_t bits = exponent ? static_cast<uint32_t>(exponent) << 23 : 1u << 22;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 /// Returns the smallest bfloat16 number >= `value` >= 0.
 inline uint16_t to_bfloat16_up(float value) {
     uint32_t bits;

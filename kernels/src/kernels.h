@@ -6,6 +6,7 @@
 
 #include "layout.h"
 #include "recurrence.h"
+#include "router.h"
 
 namespace outpace {
 
@@ -21,6 +22,7 @@ struct Normalize {
     float epsilon;
     const int* rows;  // indices of rows of x, or null for all in order
     Activations out;
+    float* normed = nullptr;  // [rows, stride]: the result in float32 too, if not null; needs a weight
 };
 
 /// x[row] += branch[row] / rms(branch[row]) * weight. One unit: one row. The padding of a row of `branch` may hold
@@ -31,6 +33,15 @@ struct AddNormed {
     const float* weight;  // [stride], zero after `size`
     int size;
     int stride;
+    float epsilon;
+};
+
+/// Changes rows of x to x / rms(x) * weight, in float32. One unit: one row.
+struct NormRows {
+    float* x;
+    int64_t stride;
+    const float* weight;  // [size]
+    int size;  // a multiple of kLanes
     float epsilon;
 };
 
@@ -66,7 +77,11 @@ struct Product {
     bool add;
 };
 
-/// f(gate) * up in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
+/// How an MLP gates: silu(gate) * up, gelu(gate) * up (by tanh), or gpt-oss's (up + 1) * gate * sigmoid(1.702 gate) with
+/// gate at most `limit` and up within it on both sides.
+enum class Gating { silu, gelu, clamped };
+
+/// The gate of an MLP times its other half in int8; panels hold 16 gates and 16 ups each. One unit: one group of outputs, for all rows.
 struct GatedProduct {
     Panels weights;
     Prefetch prefetch;
@@ -75,7 +90,8 @@ struct GatedProduct {
     Activations out;
     const float* const* mlp_bias;  // biases of each row, or null; this layer's start at `mlp_bias_first`
     int64_t mlp_bias_first;
-    bool is_gelu;  // f is GELU (tanh), else SiLU
+    Gating gating;
+    float limit;
 };
 
 /// The keys and values of one session in one layer.
@@ -172,6 +188,43 @@ struct Attend {
     Activations out;  // every head padded to whole groups
     int window;  // number of tokens that a row sees, itself included; 0: all
     bool is_causal;  // a row sees no later rows
+    const float* sinks;  // [queries]: scores without a value, or null
+};
+
+/// Scores of experts in float32: a chain of fused multiply-adds over the inputs, plus the bias. One unit: 16 experts, for
+/// all rows.
+struct ScoreExperts {
+    const Router& router;
+    const float* x;  // [rows, stride]
+    int64_t stride;
+    int rows;
+    float* scores;  // [rows, router.stride()]
+};
+
+/// Chooses the experts of a row, of equal scores the first, and weighs them. One unit: one row.
+struct ChooseExperts {
+    const Router& router;
+    float* scores;  // changed in place
+    int* chosen;  // [rows, used], rising
+    float* weights;  // [rows, shares]
+};
+
+constexpr int kMixed = 256;  // columns of a unit of MixExperts
+
+/// x[row] = sum of the outputs of its experts, in the order of their numbers, and of the shared expert, each times its
+/// weight, by fused multiply-adds; or x[row] += that sum. One unit: kMixed columns of a row.
+struct MixExperts {
+    int used;
+    const float* outputs;  // [pairs, stride]
+    const int* pairs;  // [rows, used]
+    const float* shared;  // [rows, stride] or null
+    const float* weights;  // [rows, used + 1]
+    int size;
+    int stride;
+    float* x;  // [rows, stride]
+    bool add;
+
+    int units_a_row() const { return (stride + kMixed - 1) / kMixed; }
 };
 
 /// Filters of a row's tokens, as in outpace/core/sampling.py; 0, 1 and 0 keep all.
@@ -206,11 +259,15 @@ struct Kernels {
     int tile_queries;  // preferred number of queries in a tile of Attend
     void (*normalize)(const Normalize&, int row);
     void (*add_normed)(const AddNormed&, int row);
+    void (*norm_rows)(const NormRows&, int row);
     void (*product)(const Product&, int panel);
     void (*gated_product)(const GatedProduct&, int group);
     void (*rotate)(const Rotate&, int unit);
     void (*attend)(const Attend&, int tile, float* scores);  // scores: space for tile_queries times slots
     void (*recur)(const Recur&, int unit, float* states);  // states: space for those of kStateVectors columns
+    void (*score_experts)(const ScoreExperts&, int vector);
+    void (*choose_experts)(const ChooseExperts&, int row);
+    void (*mix_experts)(const MixExperts&, int unit);
     int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
     int64_t (*multiply_only)(int rounds, float* out);  // returns the number of products; out [kMeasuredSums]
 };

@@ -96,6 +96,14 @@ inline Floats load_bytes(const uint8_t* p) {
     return {_mm256_cvtepi32_ps(lo), _mm256_cvtepi32_ps(hi)};
 }
 
+inline __m256 powers(__m256i exponents) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(exponents, 23), _mm256_set1_epi32(1 << 22)));
+}
+inline Floats load_powers(const uint8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {powers(_mm256_cvtepu8_epi32(bytes)), powers(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+
 struct Bytes {
     __m256i lo, hi;
 
@@ -155,8 +163,8 @@ inline Ints dot(Ints sums, Weights w, Quad a) {
     return {_mm256_dpbusd_avx_epi32(sums.lo, w.lo, a.v), _mm256_dpbusd_avx_epi32(sums.hi, w.hi, a.v)};
 }
 
-inline Weights lookup(Bytes a) {
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable)));
+inline Weights lookup(Bytes a, const uint8_t* numbers) {
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
     return {_mm256_shuffle_epi8(table, a.lo), _mm256_shuffle_epi8(table, a.hi)};
 }
 
@@ -209,8 +217,8 @@ inline __m256i dot(__m256i sums, __m256i w, Quad a) {
 }
 inline Ints dot(Ints sums, Weights w, Quad a) { return {dot(sums.lo, w.lo, a), dot(sums.hi, w.hi, a)}; }
 
-inline Weights lookup(Bytes a) {
-    const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable));
+inline Weights lookup(Bytes a, const uint8_t* numbers) {
+    const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     const __m256i table = _mm256_broadcastsi128_si256(_mm_xor_si128(stored, _mm_set1_epi8(-128)));
     return {_mm256_shuffle_epi8(table, a.lo), _mm256_shuffle_epi8(table, a.hi)};
 }

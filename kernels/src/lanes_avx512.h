@@ -117,8 +117,8 @@ inline Bytes bits(Bytes a) {
     return {_mm512_and_si512(a.v, mask)};
 }
 
-inline Weights lookup(Bytes a) {
-    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kTable));
+inline Weights lookup(Bytes a, const uint8_t* numbers) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), a.v)};
 }
 
@@ -128,6 +128,11 @@ inline Ints dot(Ints sums, Bytes q, Quad a) { return {_mm512_dpbusd_epi32(sums.v
 
 inline Floats load_bytes(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
+inline Floats load_powers(const uint8_t* p) {
+    const __m512i exponents = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(exponents, 23), _mm512_set1_epi32(1 << 22)))};
 }
 
 inline Floats load_bfloat16(const uint8_t* p) {

@@ -145,8 +145,8 @@ inline Bytes bits(const Bytes& a) {
     return {{bits<Left, Mask>(a.v[0]), bits<Left, Mask>(a.v[1]), bits<Left, Mask>(a.v[2]), bits<Left, Mask>(a.v[3])}};
 }
 
-inline Weights lookup(const Bytes& a) {
-    const int8x16_t table = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(kTable), vdupq_n_u8(0x80)));
+inline Weights lookup(const Bytes& a, const uint8_t* numbers) {
+    const int8x16_t table = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(numbers), vdupq_n_u8(0x80)));
     return {{vqtbl1q_s8(table, a.v[0]), vqtbl1q_s8(table, a.v[1]), vqtbl1q_s8(table, a.v[2]), vqtbl1q_s8(table, a.v[3])}};
 }
 
@@ -156,6 +156,15 @@ using NibbleSums = Ints;
 inline Ints dot(Ints sums, const Bytes& q, Quad a) {
     for (int i = 0; i < 4; ++i) sums.v[i] = vdotq_s32(sums.v[i], vreinterpretq_s8_u8(q.v[i]), a.v);
     return sums;
+}
+
+inline Floats load_powers(const uint8_t* p) {
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t lo = vmovl_u8(vget_low_u8(bytes)), hi = vmovl_u8(vget_high_u8(bytes));
+    const uint16x4_t parts[] = {vget_low_u16(lo), vget_high_u16(lo), vget_low_u16(hi), vget_high_u16(hi)};
+    return each([&](int i) {
+        return vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(parts[i]), 23), vdupq_n_u32(1u << 22)));
+    });
 }
 
 inline Floats load_bytes(const uint8_t* p) {

@@ -161,9 +161,9 @@ inline Bytes bits(const Bytes& a) {
 }
 
 /// Looks up the weights of numbers from 0 to 15.
-inline Weights lookup(const Bytes& a) {
+inline Weights lookup(const Bytes& a, const uint8_t* table) {
     Weights r;
-    for (int i = 0; i < 64; ++i) r.v[i] = kTable[a.v[i]];
+    for (int i = 0; i < 64; ++i) r.v[i] = table[a.v[i]];
     return r;
 }
 
@@ -179,6 +179,11 @@ inline Ints dot(Ints sums, const Bytes& q, Quad a) {
 /// Sixteen signed bytes.
 inline Floats load_bytes(const uint8_t* p) {
     return each([&](int i) { return static_cast<float>(static_cast<int8_t>(p[i])); });
+}
+
+/// 2^(e - 127) of sixteen bytes e.
+inline Floats load_powers(const uint8_t* p) {
+    return each([&](int i) { return power_of_two(p[i]); });
 }
 
 /// Sixteen bfloat16 numbers.

@@ -73,7 +73,7 @@ struct Activations {
 
 /// Formats of weights, by ggml's names and two of ours (formats.h). The last three occur in files only; they are
 /// rounded to int8, which is Q8_0.
-enum class Format { q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
+enum class Format { q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, mxfp4, q4_k, q5_k, q6_k, u4_32, u4_64, f32, f16, bf16 };
 
 constexpr bool is_float(Format format) { return format >= Format::f32; }
 

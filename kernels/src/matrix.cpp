@@ -57,36 +57,14 @@ Matrix::Matrix(const Matrix& other, int threads, WeightArena* arena)
 Matrix::Matrix(const Stored& stored, const float* bias, int threads, WeightArena* arena)
     : outputs_(stored.outputs), inputs_(stored.inputs), groups_(round_up(stored.inputs, kGroup) / kGroup) {
     stored.check();
-    if (stored.has_floats())
-        round(stored, threads, arena);
-    else
-        keep(stored, threads, arena);
-    set_bias(bias);
-}
-
-/// Copies blocks of a file unchanged.
-void Matrix::keep(const Stored& stored, int threads, WeightArena* arena) {
-    allocate(cut_sections(stored, groups_), arena);
-    std::atomic<bool> is_sound{true};
+    const Section whole{Format::q8_0, 0, outpace::panel_bytes(Format::q8_0, groups_), nullptr};
+    allocate(stored.has_floats() ? std::vector<Section>{whole} : cut_sections(stored, groups_), arena);
+    std::atomic<const char*> wrong{nullptr};
     share(threads, panels().count(), [&](int number) {
-        const Format format = panels().section(number).format;
-        const uint8_t* rows[kPanel];
-        Format ignored;
-        for (int lane = 0; lane < kPanel; ++lane) rows[lane] = stored.find(number * kPanel + lane, &ignored);
-        for (int group = 0; group < groups_; ++group)
-            for (int lane = 0; lane < kPanel; ++lane)
-                if (!pack_stored(format, rows[lane], stored, panel(number), group, lane)) is_sound = false;
+        if (const char* found = pack_panel(stored, panels().section(number).format, number, panel(number))) wrong = found;
     });
-    if (!is_sound) throw std::domain_error("a scale is not finite");
-}
-
-/// Rounds floats of a file to int8, a group at a time.
-void Matrix::round(const Stored& stored, int threads, WeightArena* arena) {
-    pack(threads, arena, [&](int output, int group, float* out) {
-        Format format;
-        const uint8_t* row = stored.find(output, &format);
-        if (row) read_floats(format, row, stored, group, out);
-    });
+    if (wrong) throw std::domain_error(wrong);
+    set_bias(bias);
 }
 
 /// Allocates all weights and rounds them to int8. `read` (output, group, out [kGroup]) returns them, zeros after the
@@ -143,7 +121,7 @@ std::size_t Matrix::panel_bytes() const {
 
 bool Matrix::takes_quarters() const {
     return std::all_of(sections_.begin(), sections_.end(), [](const Section& section) {
-        return with_format(section.format, [](auto f) { return decltype(f)::kParts == kQuarters; });
+        return outpace::takes_quarters(section.format);
     });
 }
 

@@ -47,8 +47,6 @@ class Matrix {
     template <class F>
     void pack(int threads, WeightArena* arena, F read);
     void read(int output, int group, float* out) const;  // [kGroup]
-    void keep(const Stored& stored, int threads, WeightArena* arena);
-    void round(const Stored& stored, int threads, WeightArena* arena);
     void set_bias(const float* bias);
     void allocate(std::vector<Section> sections, WeightArena* arena);
     uint8_t* panel(int number) const;

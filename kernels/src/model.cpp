@@ -48,13 +48,17 @@ Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layer
     require(counts[1] == shape_.recurrence.layers, std::to_string(counts[1]) + " layers are recurrent, expected " +
                                                        std::to_string(shape_.recurrence.layers));
     if (!norm_.empty()) norm_ = padded(norm_);
+    for (const auto& layer : layers_) {
+        if (!layer->experts) continue;
+        require(!arena_ || arena_ == layer->experts->arena(), "the layers' experts are of two arenas");
+        arena_ = layer->experts->arena();
+    }
 }
 
 void Model::check() const {
     const Heads& heads = shape_.heads;
     require(heads.depth >= 2 && heads.depth <= kDepthMax && heads.depth % 2 == 0, "depth is out of range");
     require(heads.keys >= 1 && heads.queries % heads.keys == 0, "queries is no multiple of keys");
-    require(shape_.middle % kGroup == 0, "middle is no multiple of the group");
     require(shape_.rotations >= 1, "rotations is out of range");
     require(embedding_ && embedding_->inputs() == shape_.hidden, "embedding does not fit");
     require(head_ && head_->inputs() == shape_.hidden, "head does not fit");
@@ -64,7 +68,6 @@ void Model::check() const {
         const bool takes_states = !layer->token_norm.empty();
         require(!takes_states || layer == layers_[0], "token_norm is for the first layer");
         require_size(layer->mlp_norm, stride, "mlp_norm");
-        if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth, "query_norm");
         for (const auto* norm : {&layer->attention_norm, &layer->token_norm, &layer->attention_output_norm,
                                  &layer->mlp_output_norm})
             if (!norm->empty()) require_size(*norm, stride, "a norm of the hidden state");
@@ -74,13 +77,29 @@ void Model::check() const {
         }
         require(layer->rotation < shape_.rotations, "rotation is out of range");
         require(layer->window >= 0, "window is below 0");
-        if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth, "key_norm");
+        const bool is_joint = static_cast<int>(layer->query_norm.size()) > heads.depth;
+        require(!is_joint || heads.keys * heads.depth % kLanes == 0, "queries or keys that are normed as one have no whole lanes");
+        if (!layer->query_norm.empty()) require_size(layer->query_norm, heads.depth * (is_joint ? heads.queries : 1), "query_norm");
+        if (!layer->key_norm.empty()) require_size(layer->key_norm, heads.depth * (is_joint ? heads.keys : 1), "key_norm");
+        if (!layer->sinks.empty()) require_size(layer->sinks, heads.queries, "sinks");
         require_shape(layer->qkv, heads.outputs(), takes_states ? 2 * stride : shape_.hidden, "qkv");
         if (!layer->output) continue;
         require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");
-        require_shape(layer->gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
-        require_shape(layer->down, shape_.hidden, shape_.middle, "down");
+        check_mlp(*layer);
     }
+}
+
+void Model::check_mlp(const Layer& layer) const {
+    if (layer.experts) {
+        const Router& router = layer.experts->router();
+        require(layer.experts->hidden() == shape_.hidden && router.inputs == shape_.hidden, "experts do not fit");
+        require(!router.gates_shared || layer.gate_up, "the gate of a shared expert has none");
+        if (!layer.gate_up) return;
+    }
+    const int middle = layer.experts ? layer.gate_up->outputs() / 2 : shape_.middle;
+    require(middle % kGroup == 0, "middle is no multiple of the group");
+    require_shape(layer.gate_up, 2 * middle, shape_.hidden, "gate_up");
+    require_shape(layer.down, shape_.hidden, middle, "down");
 }
 
 void Model::check_recurrent(const Layer& layer) const {
@@ -91,8 +110,7 @@ void Model::check_recurrent(const Layer& layer) const {
     require_size(weights.filters, static_cast<std::size_t>(sizes.filter_length) * sizes.channels, "filters");
     require_shape(layer.qkv, sizes.inputs_end(), shape_.hidden, "input");
     require_shape(layer.output, shape_.hidden, sizes.output_groups() * kGroup, "output");
-    require_shape(layer.gate_up, 2 * shape_.middle, shape_.hidden, "gate_up");
-    require_shape(layer.down, shape_.hidden, shape_.middle, "down");
+    check_mlp(layer);
     if (!sizes.is_delta_net()) return;
     for (int depth : {sizes.key_depth, sizes.value_depth})
         require(depth >= kLanes && depth <= kDepthMax && depth % kLanes == 0,
@@ -135,6 +153,7 @@ void Model::check(const Forest& forest) const {
                 "a span does not fit its store");
         require(span.position_gap >= 0 && span.position_gap <= span.committed, "a gap is longer than what is committed");
         require(!takes_states() || span.inputs || !span.tokens, "inputs are missing");
+        require(!arena_ || !span.mlp_bias, "experts take no biases of a pass");
         for (int node = 0; node < span.tokens; ++node)
             require(span.sees[static_cast<int64_t>(node) * (span.pending + span.tokens) + span.pending + node],
                     "a node does not see itself");
@@ -166,8 +185,11 @@ void Model::forward(const Forest& forest, float* scores) {
     check(forest);
     if (forest.rows == 0) return;
     std::lock_guard<std::mutex> alone(running_);
+    std::unique_lock<std::mutex> packing;
+    if (arena_) packing = std::unique_lock(arena_->running());
     Pass pass(*this, forest, scores);
     team_.run(pass.phases(), [&](Team::Member& member) { pass.run(member); });
+    if (arena_) pass.end_experts();
     if (shape_.recurrence.layers)
         for (const Span& span : forest.spans) span.store->states()->end_folds();
 }

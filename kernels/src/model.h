@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "experts.h"
 #include "fetch_trial.h"
 #include "kernels.h"
 #include "matrix.h"
@@ -21,8 +22,9 @@ namespace outpace {
 struct Layer {
     std::vector<float> attention_norm;  // [hidden]; empty: the state is not normalized
     std::vector<float> mlp_norm;
-    std::vector<float> query_norm;  // [depth]
-    std::vector<float> key_norm;
+    std::vector<float> query_norm;  // [depth], or [queries * depth] if all heads are normed as one vector
+    std::vector<float> key_norm;    // [depth] or [keys * depth]
+    std::vector<float> sinks;  // [queries]: a score of each head that has no value
     std::vector<float> attention_output_norm;  // [hidden]: applied to the output of attention before it is added
     std::vector<float> mlp_output_norm;  // applied to the output of the MLP before it is added
     std::vector<float> token_norm;  // [hidden]
@@ -31,8 +33,9 @@ struct Layer {
     bool is_causal = false;  // a row sees no later rows, whatever the spans say
     std::shared_ptr<const Matrix> qkv;  // [queries, keys, values] from hidden, or from embedding, hidden, each padded
     std::shared_ptr<const Matrix> output;  // hidden from heads, each padded to whole groups of inputs
-    std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...
+    std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...; with experts, of the shared one, or null
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
+    std::shared_ptr<Experts> experts;  // in place of an MLP
     std::shared_ptr<const RecurrentWeights> recurrent;  // null for attention
     std::shared_ptr<const Matrix> strengths;  // of a delta net: its strengths, then its steps, from hidden
 };
@@ -45,8 +48,9 @@ struct Shape {
     Heads heads;
     int rotations = 1;  // number of different rotations of queries and keys
     float embedding_scale = 1.0f;  // factor of embeddings
-    bool is_gelu = false;  // the MLPs' gates use GELU, else SiLU
+    Gating gating = Gating::silu;
     Recurrence recurrence{};
+    float gate_limit = 0.0f;  // of clamped gating
 
     int rope_floats() const { return rotations * heads.depth; }
 };
@@ -102,6 +106,8 @@ class Model {
     /// Number of logits of a row; a forest's last panel may be longer than what is left of the output layer.
     int num_logits(const Forest& forest) const { return forest.panels ? forest.num_panels * kPanel : outputs(); }
     const Kernels& kernels() const { return *kernels_; }
+    /// The mean number of experts, over the layers with experts, whose weights the last pass read.
+    float mean_experts() const { return mean_experts_; }
     int threads() const { return team_.size(); }
 
     /// Computes logits [num_wanted, num_logits]. Throws std::invalid_argument for wrong sizes. One call at a time runs.
@@ -120,6 +126,7 @@ class Model {
     void check() const;
     void check_recurrent(const Layer& layer) const;
     void check_recurrent(const Span& span, int pending) const;
+    void check_mlp(const Layer& layer) const;
     void check(const Forest& forest) const;
     void check(const HiddenRequest& request, int rows) const;
 
@@ -133,6 +140,8 @@ class Model {
     FetchTrial trial_{prefetch_policy()};
     Team team_;
     std::mutex running_;
+    std::shared_ptr<WeightArena> arena_;  // of the experts, or null
+    float mean_experts_ = 0.0f;
 };
 
 }  // namespace outpace

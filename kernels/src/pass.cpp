@@ -15,12 +15,6 @@ int max_queries(int each, int whole) {
     return each >= 2 * whole ? whole : std::clamp(each, 1, std::min(whole, kFew));
 }
 
-/// Returns the activations in the form that the product with `weights` takes.
-Activations in_form_for(const Matrix& weights, Activations activations) {
-    activations.by_quarters = weights.takes_quarters();
-    return activations;
-}
-
 }  // namespace
 
 Activations ActivationBuffer::view(int rows, int groups) {
@@ -74,6 +68,7 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
             scratch_.stores.push_back(model.layers_[number]->recurrent ? KeyValues{}
                                                                        : span.store->layer(model.numbers_[number]));
     if (has_states) plan_walks();
+    if (model.arena_) plan_experts();
 }
 
 /// Plans how the recurrent layers go through each session's tree. Adjacent spans of one store are one tree.
@@ -248,11 +243,11 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     const Matrix& head = *model_.head_;
     normalize(model_.norm_, in_form_for(head, normalized_), rows, count, member);
     if (!forest_.panels) {
-        multiply(model_.num_layers(), head, head, normalized_, count, scores_, model_.outputs(), false, member);
+        multiply(model_.num_layers(), head, start_of(head, member), normalized_, count, scores_, model_.outputs(), false, member);
         return;
     }
     const Product all{head.panels(),
-                      plan_prefetch(model_.num_layers(), forest_.num_panels, head, member),
+                      plan_prefetch(model_.num_layers(), forest_.num_panels, start_of(head, member), member),
                       in_form_for(head, normalized_),
                       count,
                       scores_,
@@ -310,14 +305,14 @@ void Model::Pass::run_attention(int number, Team::Member& member) {
         normalize_tokens_and_states(layer, member);
     else
         normalize(layer.attention_norm, in_form_for(*layer.qkv, normalized_), nullptr, forest_.rows, member);
-    multiply(number, *layer.qkv, layer.output ? *layer.output : *layer.qkv,
+    multiply(number, *layer.qkv, start_of(layer.output ? *layer.output : *layer.qkv, member),
              takes_states ? tokens_and_states_ : normalized_, forest_.rows, scratch_.mixed.data(),
              model_.shape_.heads.outputs(), false, member);
     rotate(layer, spans, member);
     if (!layer.output) return;
     if (drops_rows(number)) team_.share(member, 1, [&](int) { drop_rows(); });
     attend(layer, drops_rows(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
-    add(number, *layer.output, *layer.gate_up, attended_, layer.attention_output_norm, member);
+    add(number, *layer.output, start_of_mlp(layer, member), attended_, layer.attention_output_norm, member);
 }
 
 /// Runs a layer's delta net or short convolution; with `folds_only`, only its states take the accepted nodes in.
@@ -331,7 +326,7 @@ void Model::Pass::run_recurrent(int number, bool folds_only, Team::Member& membe
         Activations in = in_form_for(*layer.qkv, normalized_);
         in.by_quarters = in.by_quarters && (!more || layer.strengths->takes_quarters());
         normalize(layer.attention_norm, in, nullptr, rows, member);
-        const Prefetch prefetch = plan_prefetch(number, panels + more, *layer.output, member);
+        const Prefetch prefetch = plan_prefetch(number, panels + more, start_of(*layer.output, member), member);
         const Product inputs{layer.qkv->panels(), prefetch, in, rows, mixed, stride, false};
         Product strengths = inputs;
         if (more) strengths.weights = layer.strengths->panels(), strengths.out = mixed + sizes.inputs_end();
@@ -356,27 +351,27 @@ void Model::Pass::run_recurrent(int number, bool folds_only, Team::Member& membe
                     static_cast<int64_t>(member.number) * kStateVectors * kLanes * sizes.key_depth * max_states_;
     team_.share(member, static_cast<int>(scratch_.sequences.size()) * sizes.units(),
                 [&](int unit) { kernels_.recur(task, unit, states); });
-    if (!folds_only) add(number, *layer.output, *layer.gate_up, task.out, layer.attention_output_norm, member);
+    if (!folds_only) add(number, *layer.output, start_of_mlp(layer, member), task.out, layer.attention_output_norm, member);
 }
 
 /// Runs a layer's MLP.
 void Model::Pass::run_mlp(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
+    if (layer.experts) return run_experts(number, member);
     const int middle = model_.shape_.middle, rows = num_rows_after(number);
     normalize(layer.mlp_norm, in_form_for(*layer.gate_up, normalized_), nullptr, rows, member);
     const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), plan_prefetch(number, groups, *layer.down, member),
+    const GatedProduct gated{layer.gate_up->panels(), plan_prefetch(number, groups, start_of(*layer.down, member), member),
                              in_form_for(*layer.gate_up, normalized_), rows, in_form_for(*layer.down, gated_),
                              scratch_.mlp_biases.empty() ? nullptr : scratch_.mlp_biases.data(),
-                             static_cast<int64_t>(number) * middle, model_.shape_.is_gelu};
+                             static_cast<int64_t>(number) * middle, model_.shape_.gating, model_.shape_.gate_limit};
     const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
     team_.share(member, groups, gate);
-    const Matrix& next = number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_;
-    add(number, *layer.down, next, gated_, layer.mlp_output_norm, member);
+    add(number, *layer.down, start_after(number, member), gated_, layer.mlp_output_norm, member);
 }
 
 /// Adds a product to the residual, normalized first if there is a norm for it.
-void Model::Pass::add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
+void Model::Pass::add(int number, const Matrix& weights, const uint8_t* next, const Activations& in,
                       const std::vector<float>& norm, Team::Member& member) {
     const int rows = num_rows_after(number);
     float *x = scratch_.x.data(), *branch = scratch_.branch.data();
@@ -387,13 +382,22 @@ void Model::Pass::add(int number, const Matrix& weights, const Matrix& next, con
 }
 
 void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
+    const Heads& heads = model_.shape_.heads;
+    const bool is_joint = static_cast<int>(layer.query_norm.size()) > heads.depth;
+    if (is_joint) {
+        const NormRows queries{scratch_.mixed.data(), heads.outputs(), layer.query_norm.data(),
+                               heads.queries * heads.depth, heads.epsilon};
+        const NormRows keys{queries.x + queries.size, heads.outputs(), layer.key_norm.data(), heads.keys * heads.depth,
+                            heads.epsilon};
+        team_.share(member, 2 * forest_.rows, [&](int unit) { kernels_.norm_rows(unit % 2 ? keys : queries, unit / 2); });
+    }
     const Rotate task{model_.shape_.heads,
                       forest_.rows,
                       scratch_.mixed.data(),
                       layer.rotation < 0 ? nullptr : forest_.rope_rows + layer.rotation * model_.shape_.heads.depth,
                       model_.shape_.rope_floats(),
-                      layer.query_norm.empty() ? nullptr : layer.query_norm.data(),
-                      layer.key_norm.empty() ? nullptr : layer.key_norm.data(),
+                      layer.query_norm.empty() || is_joint ? nullptr : layer.query_norm.data(),
+                      layer.key_norm.empty() || is_joint ? nullptr : layer.key_norm.data(),
                       scratch_.slots.data(),
                       scratch_.row_spans.data(),
                       spans};
@@ -403,7 +407,8 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
 void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
                          Team::Member& member) {
     const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.visible_slots.data(), spans,
-                      tiles.data(),        in_form_for(*layer.output, attended_), layer.window, layer.is_causal};
+                      tiles.data(),        in_form_for(*layer.output, attended_), layer.window, layer.is_causal,
+                      layer.sinks.empty() ? nullptr : layer.sinks.data()};
     const int64_t size = static_cast<int64_t>(kernels_.tile_queries) * max_slots_;
     float* scores = scratch_.scores.data() + member.number * size;
     team_.share(member, static_cast<int>(tiles.size()), [&](int tile) { kernels_.attend(task, tile, scores); });
@@ -411,10 +416,10 @@ void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles
 
 /// Normalizes the input of a product.
 void Model::Pass::normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,
-                            Team::Member& member) {
+                            Team::Member& member, float* normed) {
     const Shape& shape = model_.shape_;
     const float* weight = norm.empty() ? nullptr : norm.data();
-    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_, shape.epsilon, rows, out};
+    const Normalize task{scratch_.x.data(), weight, shape.hidden, stride_, shape.epsilon, rows, out, normed};
     team_.share(member, count, [&](int row) { kernels_.normalize(task, row); });
 }
 
@@ -431,16 +436,32 @@ void Model::Pass::normalize_tokens_and_states(const Layer& layer, Team::Member& 
     team_.share(member, 2 * forest_.rows, [&](int unit) { kernels_.normalize(tasks[unit % 2], unit / 2); });
 }
 
-/// Plans what a member prefetches after its num_visible units, where `next` are the weights of the next product in layer
-/// `number`.
-Prefetch Model::Pass::plan_prefetch(int number, int units, const Matrix& next, const Team::Member& member) const {
-    const Panels panels = next.panels();
+/// Returns where a member's part of a matrix begins.
+const uint8_t* Model::Pass::start_of(const Matrix& weights, const Team::Member& member) const {
+    const Panels panels = weights.panels();
     const int first = team_.first_unit(member.number, panels.count());
-    const bool is_on = forest_.rows > FetchTrial::kFewRows || model_.trial_.prefetches(number);
-    return {team_.first_unit(member.number + 1, units), Panels::blocks(panels.section(first), first), is_on};
+    return Panels::blocks(panels.section(first), first);
 }
 
-void Model::Pass::multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows,
+const uint8_t* Model::Pass::start_of_mlp(const Layer& layer, const Team::Member& member) const {
+    if (!layer.experts) return start_of(*layer.gate_up, member);
+    const Router& router = layer.experts->router();
+    const int first = team_.first_unit(member.number, router.vectors());
+    return reinterpret_cast<const uint8_t*>(router.weights.data() + static_cast<int64_t>(first) * router.inputs * kLanes);
+}
+
+/// Returns where the weights that follow a layer begin.
+const uint8_t* Model::Pass::start_after(int number, const Team::Member& member) const {
+    return start_of(number + 1 < model_.num_layers() ? *model_.layers_[number + 1]->qkv : *model_.head_, member);
+}
+
+/// Plans what a member prefetches after its units of a product, where `next` are the next weights in layer `number`.
+Prefetch Model::Pass::plan_prefetch(int number, int units, const uint8_t* next, const Team::Member& member) const {
+    const bool is_on = forest_.rows > FetchTrial::kFewRows || model_.trial_.prefetches(number);
+    return {team_.first_unit(member.number + 1, units), next, is_on};
+}
+
+void Model::Pass::multiply(int number, const Matrix& weights, const uint8_t* next, const Activations& in, int rows,
                            float* out, int64_t stride, bool add, Team::Member& member) {
     const int panels = weights.panels().count();
     const Prefetch prefetch = plan_prefetch(number, panels, next, member);

@@ -1,9 +1,18 @@
 // One forward: its buffers, and the phases that the team's members go through together.
 #pragma once
 
+#include <mutex>
+#include <string>
+
 #include "model.h"
 
 namespace outpace {
+
+/// Returns the activations in the form that the product with `weights` takes.
+inline Activations in_form_for(const Matrix& weights, Activations activations) {
+    activations.by_quarters = weights.takes_quarters();
+    return activations;
+}
 
 /// Memory for activations of up to a given number of rows.
 struct ActivationBuffer {
@@ -25,6 +34,11 @@ struct Model::Scratch {
     std::vector<int> places, earlier, folds;
     std::vector<WalkStep> steps;
     Block<float> states;
+    std::vector<ExpertPlan> plans;  // of each layer with experts
+    Block<float> normed, expert_scores, expert_outputs, shared_outputs;
+    ActivationBuffer expert_inputs, expert_gated, shared_gated;
+    std::mutex finding;
+    std::string damage;  // what was found first to be wrong with an expert's numbers in the file
     std::vector<const float*> mlp_biases;  // the MLP biases of each row, or null; empty if no row has one
 };
 
@@ -33,7 +47,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// The largest number of phases of `run`.
-    int phases() const { return 10 * model_.num_layers() + 5 + forest_.hidden_request.num_layers; }
+    int phases() const { return 16 * model_.num_layers() + 5 + forest_.hidden_request.num_layers + num_waves_; }
 
     /// Runs on every member of the team.
     void run(Team::Member& member);
@@ -44,7 +58,13 @@ class Model::Pass {
     /// Runs the final norm and the output layer only, for given hidden states.
     void project(const float* hidden, Team::Member& member);
 
+    /// Reports the experts of the pass. Throws std::domain_error if the numbers of one are not finite, std::bad_alloc.
+    void end_experts();
+
   private:
+    void plan_experts();
+    void run_experts(int number, Team::Member& member);
+    void run_wave(int number, const ExpertWave& wave, bool is_first, Team::Member& member);
     void find_visible_slots();
     void find_mlp_biases();
     void plan_walks();
@@ -67,12 +87,15 @@ class Model::Pass {
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
     void normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,
-                   Team::Member& member);
+                   Team::Member& member, float* normed = nullptr);
     void normalize_tokens_and_states(const Layer& layer, Team::Member& member);
-    Prefetch plan_prefetch(int number, int units, const Matrix& next, const Team::Member& member) const;
-    void add(int number, const Matrix& weights, const Matrix& next, const Activations& in,
+    const uint8_t* start_of(const Matrix& weights, const Team::Member& member) const;
+    const uint8_t* start_of_mlp(const Layer& layer, const Team::Member& member) const;
+    const uint8_t* start_after(int number, const Team::Member& member) const;
+    Prefetch plan_prefetch(int number, int units, const uint8_t* next, const Team::Member& member) const;
+    void add(int number, const Matrix& weights, const uint8_t* next, const Activations& in,
              const std::vector<float>& norm, Team::Member& member);
-    void multiply(int number, const Matrix& weights, const Matrix& next, const Activations& in, int rows, float* out,
+    void multiply(int number, const Matrix& weights, const uint8_t* next, const Activations& in, int rows, float* out,
                   int64_t stride, bool add, Team::Member& member);
 
     Model& model_;
@@ -83,6 +106,7 @@ class Model::Pass {
     float* scores_;
     int stride_;  // floats from one row of x to the next
     int max_slots_;  // the largest number of slots of a session's store
+    int num_waves_ = 0;  // three phases each, at most
     int max_states_ = 0;  // the largest number of states of a walk
     bool drops_rows_;  // the last layer's attention, and what follows, runs for wanted rows only
     Activations normalized_, attended_, gated_, recurred_;

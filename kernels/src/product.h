@@ -100,7 +100,8 @@ void gated_product(const GatedProduct& task, int group) {
                 const int output = group * kGroup + part * kLanes;
                 const Floats up = add_mlp_bias(task, tile.first + r, output, Floats::load(gate + kLanes));
                 const Floats at_gate = Floats::load(gate);
-                const Floats out = (task.is_gelu ? gelu(at_gate) : silu(at_gate)) * up;
+                const Floats out = task.gating == Gating::clamped ? clamped_gate(at_gate, up, task.limit)
+                                                                  : (task.gating == Gating::gelu ? gelu(at_gate) : silu(at_gate)) * up;
                 out.store(gated + r * kGroup + part * kLanes);
             }
         }

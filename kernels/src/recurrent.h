@@ -14,12 +14,6 @@
 namespace outpace {
 namespace {
 
-inline float first_lane(Floats x) {
-    alignas(64) float lanes[kLanes];
-    x.store(lanes);
-    return lanes[0];
-}
-
 /// log(1 + e^x) = max(x, 0) + log(1 + t) with t = e^-|x|, and log(1 + t) = 2 artanh(z) with z = t / (2 + t) <= 1 / 3.
 inline Floats softplus(Floats x) {
     const Floats t = exponential(abs(x) * Floats::all(-1.0f));

@@ -78,6 +78,8 @@ void normalize(const Normalize& task, int row) {
             (Floats::load(x + at) * inverse * Floats::load(task.weight + at)).store(normed + i);
         }
         quantize_group(normed, task.out, row, group);
+        if (task.normed)
+            for (int i = 0; i < kGroup; ++i) task.normed[static_cast<int64_t>(row) * task.stride + group * kGroup + i] = normed[i];
     }
 }
 
@@ -88,6 +90,13 @@ void add_normed(const AddNormed& task, int row) {
     const Floats inverse = Floats::all(inverse_rms(sum_of_squares(branch, task.stride), task.size, task.epsilon));
     for (int i = 0; i < task.stride; i += kLanes)
         (Floats::load(x + i) + Floats::load(branch + i) * inverse * Floats::load(task.weight + i)).store(x + i);
+}
+
+void norm_rows(const NormRows& task, int row) {
+    float* x = task.x + row * task.stride;
+    const Floats inverse = Floats::all(inverse_rms(sum_of_squares(x, task.size), task.size, task.epsilon));
+    for (int i = 0; i < task.size; i += kLanes)
+        (Floats::load(x + i) * inverse * Floats::load(task.weight + i)).store(x + i);
 }
 
 /// Processes one head: x / rms(x) * norm if there is a norm, then rotates the pairs (i, i + depth / 2), then scales.

@@ -2,6 +2,7 @@
 // The order matters: the following headers are compiled for the lanes above.
 #include "attention.h"
 #include "recurrent.h"
+#include "routing.h"
 #include "product.h"
 #include "ranking.h"
 #include "filtering.h"
@@ -11,6 +12,7 @@ namespace outpace {
 
 extern const Kernels avx2_kernels;
 const Kernels avx2_kernels = {
-    "avx2", kQueries, normalize, add_normed, product, gated_product, rotate, attend, recur, rank, multiply_only};
+    "avx2", kQueries, normalize, add_normed, norm_rows, product, gated_product, rotate, attend, recur,
+    score_experts, choose_experts, mix_experts, rank, multiply_only};
 
 }  // namespace outpace

@@ -10,10 +10,13 @@
 namespace outpace {
 namespace {
 
+constexpr int kMaxExponent = 252;  // of MXFP4: the largest number, 12 times half of 2^(252 - 127), is finite
+
 bool is_finite(uint16_t half) { return (half & 0x7c00u) != 0x7c00u; }
 
 template <class F>
 bool is_finite(const Group& group) {
+    if (F::kHasExponents) return group.numbers[0][0] <= kMaxExponent && group.numbers[1][0] <= kMaxExponent;
     if (F::kIsSuper) return is_finite(group.scales[0]) && is_finite(group.scales[1]);
     for (int part = 0; part < F::kShares; ++part)
         if (!is_finite(group.numbers[part][0]) || !is_finite(group.numbers[part][1])) return false;
@@ -136,6 +139,7 @@ uint32_t read_bits(const uint8_t* low, int i) {
 template <class F>
 float read_number(const Place<F, const uint8_t>& place, int part, int which, int lane) {
     const int at = F::number_at(part, which) + lane;
+    if (F::kHasExponents) return power_of_two(place.scales[at]) * 0.5f;
     if (!F::kIsSuper) return half_to_float({short_word(place.scales + 2 * at)});
     int number = static_cast<int8_t>(place.scales[F::kSixBits ? part * kPanel + lane : at]);
     if (F::kSixBits) {
@@ -154,6 +158,45 @@ int64_t panel_bytes(Format format, int groups) {
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int number, int lane) {
     const Group group = unpack(format, row, stored, number);
     return with_format(format, [&](auto f) { return write<decltype(f)>(group, panel, number, lane); });
+}
+
+/// Reads group `number` of a row of the file as float32; `row` null: zeros.
+static void read_group(Format format, const uint8_t* row, const Stored& stored, int number, float* out) {
+    std::fill(out, out + kGroup, 0.0f);
+    if (!row) return;
+    if (is_float(format)) return read_floats(format, row, stored, number, out);
+    const Group group = unpack(format, row, stored, number);
+    with_format(format, [&](auto f) {
+        using F = decltype(f);
+        uint8_t block[F::kBlockBytes];
+        std::fill(block, block + F::kHeader, uint8_t{0});
+        write<F>(group, block, number % F::kGroups, 0);
+        read_stored(format, block, number % F::kGroups, 0, out);
+    });
+}
+
+const char* pack_panel(const Stored& stored, Format to, int number, uint8_t* panel) {
+    const uint8_t* rows[kPanel];
+    Format format = to;
+    for (int lane = 0; lane < kPanel; ++lane) rows[lane] = stored.find(number * kPanel + lane, &format);
+    const bool rounds = format != to;
+    const char* wrong = nullptr;
+    for (int group = 0; group < round_up(stored.inputs, kGroup) / kGroup; ++group)
+        for (int lane = 0; lane < kPanel; ++lane) {
+            if (!rounds) {
+                if (!pack_stored(format, rows[lane], stored, panel, group, lane)) wrong = "a scale is not finite";
+                continue;
+            }
+            float weights[kGroup];
+            read_group(format, rows[lane], stored, group, weights);
+            if (!are_finite(weights, kGroup)) return "a weight is not finite";
+            if (!pack_floats(weights, panel, group, lane)) wrong = "a weight is too large for int8: above 8.3 million";
+        }
+    return wrong;
+}
+
+bool takes_quarters(Format format) {
+    return with_format(format, [](auto f) { return decltype(f)::kParts == kQuarters; });
 }
 
 bool pack_floats(const float* weights, uint8_t* panel, int number, int lane) {
@@ -193,8 +236,8 @@ void read_stored(Format format, const uint8_t* panel, int number, int lane, floa
             const uint32_t four = read_bits<F>(place.bits + lane * 4, i);
             std::memcpy(numbers + 4 * i, &four, 4);
         }
-        if (F::kHasTable)
-            for (uint8_t& number : numbers) number = kTable[number];
+        if constexpr (F::kHasTable)
+            for (uint8_t& number : numbers) number = F::kTable[number];
         for (int part = 0; part < F::kParts; ++part) {
             const float c = read_number<F>(place, part, 0, lane);
             const float stored_m = F::kHasMin ? read_number<F>(place, part, 1, lane) : 0;

@@ -68,6 +68,13 @@ int64_t panel_bytes(Format format, int groups);
 /// not finite.
 bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_t* panel, int group, int lane);
 
+/// Packs panel `number` of a file's matrix; floats, and blocks of other formats than `format`, are rounded to int8.
+/// Returns what is wrong with the numbers, or null.
+const char* pack_panel(const Stored& stored, Format format, int number, uint8_t* panel);
+
+/// Whether products with this format take activations rounded by quarters of groups.
+bool takes_quarters(Format format);
+
 /// Packs kGroup floats as group `group` of lane `lane` of a Q8_0 panel. For each 32: scale = (largest |x| / 127)
 /// rounded up to half precision, q = round(x / scale). Returns false if a scale exceeds half precision.
 bool pack_floats(const float* weights, uint8_t* panel, int group, int lane);

@@ -26,7 +26,7 @@ inline auto unpack(const uint8_t* low) {
         const Bytes both = Bytes::load(low + (kWhich * 4 + kAt % 4) * kStep);
         const Bytes nibbles = bits<kAt < 4 ? 0 : -4, 15>(both);
         if constexpr (F::kHasTable) {
-            return lookup(nibbles);
+            return lookup(nibbles, F::kTable);
         } else if constexpr (F::kBits == 5) {
             return nibbles | bits<4 - kAt, 16>(Bytes::load(low + F::kLow + kWhich * kStep));
         } else if constexpr (F::kBits == 6) {
@@ -74,6 +74,8 @@ inline Floats numbers(const StoredGroup& group, int vector) {
     if constexpr (F::kIsSuper)
         return load_bytes(place) *
                Floats::load(reinterpret_cast<const Half*>(group.block) + Which * kPanel + vector * kLanes);
+    else if constexpr (F::kHasExponents)
+        return load_powers(place) * Floats::all(0.5f);
     else
         return Floats::load(reinterpret_cast<const Half*>(place));
 }

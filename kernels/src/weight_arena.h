@@ -36,12 +36,15 @@ class WeightArena {
         return {block_, start};
     }
 
+    /// Held by a pass that may pack experts: models with the same weights run one pass at a time.
+    std::mutex& running() { return running_; }
+
   private:
     static constexpr std::size_t kLine = 64;
     // Addresses; untouched pages take no memory. Blocks grow with the model: each ends within a large page.
     static constexpr std::size_t kMinBlock = std::size_t{1} << 26, kMaxBlock = std::size_t{1} << 29;
 
-    std::mutex allocating_;
+    std::mutex allocating_, running_;
     std::shared_ptr<const Block<uint8_t>> block_;
     std::size_t used_ = 0;  // bytes used of the last block
     std::size_t total_ = 0;  // bytes used of all blocks

@@ -141,8 +141,9 @@ ARITHMETIC = (
              "if (visible.first + visible.run > common.end)"),
     Mutation("scores of ancestors are not moved", "attention.h",
              "query.scores[visible.run + i] = query.scores[visible.more[i] - common.base];", ";"),
-    Mutation("weights that do not add up to one", "attention.h", "exponentials(query.scores, visible.count());",
-             "exponentials(query.scores, visible.count() - 1);"),
+    Mutation("weights that do not add up to one", "attention.h",
+             "exponentials(query.scores, visible.count(), query.sink);",
+             "exponentials(query.scores, visible.count() - 1, query.sink);"),
     Mutation("every head reads the first head's keys", "attention.h",
              "static_cast<int64_t>(tile.key_head) * store.slots", "static_cast<int64_t>(0) * store.slots"),
     # layers that are not Llama's
@@ -173,5 +174,5 @@ ARITHMETIC = (
     Mutation("layers: embeddings are not scaled", "pass.cpp", "if (scale != 1.0f)", "if (false)"),
     Mutation("layers: GELU without its cube", "exponential.h",
              "fma(x * x, Floats::all(-0.0713548162f), Floats::all(-1.59576912f))", "Floats::all(-1.59576912f)"),
-    Mutation("layers: SiLU in place of GELU", "product.h", "task.is_gelu ?", "false ?"),
+    Mutation("layers: SiLU in place of GELU", "product.h", "task.gating == Gating::gelu ?", "false ?"),
 )  # fmt: skip

@@ -97,7 +97,7 @@ inline std::unique_ptr<Model> make_model(const Sizes& sizes, const Kernels* kern
     if (sizes.is_gemma) {
         shape.rotations = 2;
         shape.embedding_scale = 5.0f;
-        shape.is_gelu = true;
+        shape.gating = Gating::gelu;
     }
     return std::make_unique<Model>(shape, layers, embedding, numbers(random, sizes.hidden, 1, 0.1f), embedding, kernels,
                                    threads);

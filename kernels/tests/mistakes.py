@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from arithmetic_mistakes import ARITHMETIC
+from expert_mistakes import EXPERTS
 from pass_mistakes import PASSES
 from recurrent_mistakes import RECURRENT
 
-MUTATIONS = (*ARITHMETIC, *PASSES, *RECURRENT)
+MUTATIONS = (*ARITHMETIC, *PASSES, *RECURRENT, *EXPERTS)

@@ -19,6 +19,7 @@ namespace {
 
 constexpr Format kFormats[] = {Format::q4_0, Format::q4_1, Format::q5_0, Format::q5_1, Format::q8_0,
                                Format::iq4_nl, Format::q4_k, Format::q5_k, Format::q6_k};
+constexpr Format kPowers[] = {Format::mxfp4};
 constexpr Format kOurs[] = {Format::u4_32, Format::u4_64};
 constexpr int kRows = 13, kOutputs = 75;
 
@@ -28,10 +29,14 @@ using Random = std::mt19937;
 std::vector<uint8_t> file_rows(Random& random, Format format, int rows, int inputs) {
     const FileBlock block = file_block(format);
     const bool has_second = format != Format::q4_0 && format != Format::q5_0 && format != Format::q8_0 &&
-                            format != Format::iq4_nl && format != Format::q6_k;
+                            format != Format::iq4_nl && format != Format::q6_k && format != Format::mxfp4;
     std::vector<uint8_t> bytes(static_cast<std::size_t>(rows) * inputs / block.inputs * block.bytes);
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random() >> 8);
     for (std::size_t start = 0; start < bytes.size(); start += block.bytes) {
+        if (format == Format::mxfp4) {
+            bytes[start] = static_cast<uint8_t>(120 + bytes[start] % 6);
+            continue;
+        }
         const int scale = format == Format::q6_k ? 208 : 0;
         bytes[start + scale + 1] = static_cast<uint8_t>(0x20 + bytes[start + scale + 1] % 0x14);
         if (has_second) bytes[start + 3] = static_cast<uint8_t>(0x20 + bytes[start + 3] % 0x14 + bytes[start + 2] / 128 * 128);
@@ -132,7 +137,7 @@ void test_extremes(Format format) {
     for (uint8_t byte : {0xff, 0x80, 0x00}) {
         Source source(random, format, kOutputs, inputs);
         const FileBlock block = file_block(format);
-        const std::size_t scales = format == Format::q6_k ? 0 : 4, numbers = format == Format::q6_k ? 192 : block.bytes;
+        const std::size_t scales = format == Format::q6_k ? 0 : format == Format::mxfp4 ? 1 : 4, numbers = format == Format::q6_k ? 192 : block.bytes;
         for (std::size_t start = 0; start < source.bytes.size(); start += block.bytes)
             for (std::size_t i = scales; i < numbers; ++i) source.bytes[start + i] = byte;
         test_products(Matrix(source.stored, nullptr), none, x, inputs);
@@ -287,6 +292,11 @@ uint64_t test_stored() {
     const uint64_t bits = test_formats(random, kFormats);
     test_padding(random);
     return bits ^ test_sections(random);
+}
+
+uint64_t test_stored_powers() {
+    Random random(19);
+    return test_formats(random, kPowers);
 }
 
 uint64_t test_stored_ours() {

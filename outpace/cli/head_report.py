@@ -37,7 +37,7 @@ def examine(target: str | None, draft: str, quiet: bool) -> dict[str, Any]:
             process.check()
             tokens = llm.tokenizer.encode_prompt(prompt.text)
             answers.append(llm.stream(tokens, max_tokens=MAX_TOKENS).finish().figures)
-        figures, head = merge_stats(answers), llm.draft.model.head
+        figures, head = merge_stats(answers), llm.draft.model.spec
         found = {
             "head": llm.draft.name,
             "kind": head.kind,

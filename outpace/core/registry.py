@@ -4,7 +4,8 @@ The file of a rule or a decoder holds a subclass of `Rule` or `Decoder`; that of
 `Options` dataclass and, if the class needs more than these, a function `build`. The first line of its docstring is its
 help, the second paragraph cites its paper.
 Files that begin with an underscore, and `base`, are not methods. Other packages register modules of the same shape
-under the entry-point groups `outpace.rules`, `outpace.drafters` and `outpace.decoders`.
+under the entry-point groups `outpace.rules`, `outpace.drafters`, `outpace.decoders` and `outpace.heads`. The last are
+the kinds of trained heads, classes in `models/heads/kinds` that are no methods of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _DRAFTS = {  # by a rule's traits siblings and several_draws
     (Siblings.DRAWN, True): "children drawn independently from q, or picked drafts",
     (Siblings.WITHOUT_REPLACEMENT, True): "children drawn from q without replacement, or picked drafts",
 }
-_CALLED = {"decoders": "method", "drafters": "drafter", "rules": "rule"}
+_CALLED = {"decoders": "method", "drafters": "drafter", "heads": "kind of head", "rules": "rule"}
+_FOLDERS = {"heads": "models.heads.kinds"}  # where it is not the name of the kind
 REMOVED_NAMES = {  # for one release: what to do instead
     ("drafters", "recycle"): "use suffix or ngram, which gain more on each measured kind of text",
     ("flags", "--pack"): "leave it out, a draft is stored whole",
@@ -53,7 +55,11 @@ REMOVED_NAMES = {  # for one release: what to do instead
     ("flags", "--inflate"): "use bench/gpu.py, which measures a target widened to 8B or 32B",
     ("flags", "--tp-plan"): "use pp_plan or device_map, which split a model by layers",
 }
-_DEFINES = {"decoders": "decode", "drafters": "grow", "rules": "walk"}  # the method by which a file's class is found
+_DEFINES = {
+    "decoders": "decode",
+    "drafters": "grow",
+    "rules": "walk",
+}  # the method by which a file's class is found
 
 # Options that became constants, with their values by method. For one release, so that those who set one learn of it.
 FIXED_OPTIONS: dict[str, dict[str, str]] = {
@@ -101,9 +107,13 @@ class Method:
 def names(kind: str) -> list[str]:
     """Return the names of all methods of one kind, sorted. Methods of other packages that cannot be loaded are left
     out, with a warning."""
-    package = importlib.import_module(f"outpace.{kind}")
+    package = importlib.import_module(_package(kind))
     others = {point.name for point in _registered(kind) if _fault(kind, point.name, point.module) is None}
     return sorted(_files(tuple(package.__path__)) | others)
+
+
+def _package(kind: str) -> str:
+    return f"outpace.{_FOLDERS.get(kind, kind)}"
 
 
 @lru_cache
@@ -114,9 +124,9 @@ def _files(folders: tuple[str, ...]) -> frozenset[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the module of a drafter, or the class of a decoder or rule; raise UserError if there is none."""
+    """Return the module of a drafter or kind of head, or the class of a decoder or rule; UserError if there is none."""
     module = _module(kind, name)
-    return module if kind == "drafters" else _own_class(kind, module)
+    return module if kind in ("drafters", "heads") else _own_class(kind, module)
 
 
 def _own_class(kind: str, module: ModuleType) -> Any:
@@ -144,7 +154,7 @@ def _module(kind: str, name: str) -> ModuleType:
         if instead := REMOVED_NAMES.get((kind, name)):
             raise UserError(f"{_CALLED[kind]} {name!r} was removed: {instead}")
         raise unknown(_CALLED[kind], str(name), names(kind))
-    return importlib.import_module(f"outpace.{kind}.{name}")
+    return importlib.import_module(f"{_package(kind)}.{name}")
 
 
 @lru_cache

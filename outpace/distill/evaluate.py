@@ -18,9 +18,7 @@ from outpace.core.options import CheckedOptions, whole
 from outpace.core.stats import Positions, RunStats, merge_stats, rates
 from outpace.distill.progress_display import Progress
 from outpace.models.base import chain
-from outpace.models.heads.dflash import BlockModel
-from outpace.models.heads.eagle3 import FeatureSession
-from outpace.models.heads.specformer import SpecFormerModel
+from outpace.models.heads.head import Head, HeadSession
 from outpace.models.load import Loaded
 from outpace.models.options import FILE
 
@@ -174,18 +172,20 @@ def _time_models(target: Any, draft: Any) -> ModelTimes:
 
     The measurements alternate, so that a disturbance affects all of them.
     """
-    counts, drafts_blocks = range(1, POSITIONS + 2), isinstance(draft, BlockModel | SpecFormerModel)
-    step = _timed_block(draft) if isinstance(draft, BlockModel) else _timed_pass(draft, 1)
+    counts, drafter = range(1, POSITIONS + 2), draft.drafter if isinstance(draft, Head) else "model"
+    step = _timed_block(draft) if drafter == "block" else _timed_pass(draft, 1)
     passes = [lambda: statistics.fmean(step() for _ in range(CHAIN)), *(_timed_pass(target, count) for count in counts)]
     times = list(zip(*([timed() for timed in passes] for _ in range(TIMED)), strict=True))
     draft_step, *rest = (statistics.median(column) for column in times)
     is_disturbed = any(statistics.median(column) > UNEVEN * min(column) for column in times)
-    return ModelTimes(draft_step, dict(zip(counts, rest, strict=True)), is_disturbed, drafts_blocks)
+    return ModelTimes(
+        draft_step, dict(zip(counts, rest, strict=True)), is_disturbed, drafter in ("block", "specformer")
+    )
 
 
-def _timed_block(model: BlockModel) -> Callable[[], float]:
+def _timed_block(model: Any) -> Callable[[], float]:
     """Return a function that times the drafting of one block, as a chain, after CONTEXT tokens."""
-    head, context = model.head, min(CONTEXT, model.max_positions // 2)
+    head, context = model.spec, min(CONTEXT, model.max_positions // 2)
     session = model.open(context + head.block, context + head.block)
     session.add_features(model.fuse(torch.ones(len(head.taps), context, head.target_width)))
     model.read_features([session])
@@ -204,10 +204,10 @@ def _timed_pass(model: Any, rows: int) -> Callable[[], float]:
     """Return a function that times one pass of `rows` rows after CONTEXT tokens."""
     context = min(CONTEXT, model.max_positions // 2)
     session = model.open(context + 1, max(rows, context) + 1)
-    if isinstance(session, FeatureSession):
+    if isinstance(session, HeadSession):
         read = context + rows * CHAIN * TIMED
-        session.add_features(model.fuse(torch.ones(len(model.head.taps), read, model.head.target_width)))
-    model.score([chain(session, [1] * context)])
+        session.add_features(model.fuse(torch.ones(len(model.spec.taps), read, model.spec.target_width)))
+    model.score_sparse([chain(session, [1] * context)])
     keep = list(range(context))
 
     def timed() -> float:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Drafter, Observation, Request
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions, OfferState
+from outpace.drafters._model_drafter import ChildAdder, ChildOptions, HeadOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, ExpansionState, TreeExpander
 from outpace.models.base import Model, chain
-from outpace.models.heads.eagle3 import EagleModel, HeadModel
-
-H = TypeVar("H", bound=HeadModel)
+from outpace.models.heads.head import Head
 
 
 class HeadState(OfferState):
@@ -27,10 +25,10 @@ class HeadState(OfferState):
         return self.session.length
 
 
-def given_head(given: BuildContext, options: HeadOptions, head_type: type[H], drafter: str, heads: str) -> H:
+def given_head(given: BuildContext, options: HeadOptions, drafter: str, heads: str) -> Any:
     """Return the draft, with the window of the options. UserError, which names the drafter's `heads`, unless it is a
-    head of this type."""
-    if not isinstance(given.draft, head_type):
+    head for this drafter."""
+    if not isinstance(given.draft, Head) or given.draft.drafter != drafter:
         raise UserError(f"drafter {drafter} needs {heads}: name it with --draft (or draft=...)")
     if options.head_window:
         given.draft.limit_window(options.head_window)
@@ -134,7 +132,7 @@ class RootExpander(FeatureExpander, MaskExpander):
 class FeatureMaskExpander(RootExpander):
     """Scores the root and mask slots with a head; the mask slots read a feature of their own."""
 
-    model: EagleModel
+    model: Any
 
     def _prepare(self, state: Any) -> None:
         state.session.add_features(self.model.mask_features(self._block - 1))
@@ -145,13 +143,13 @@ class HeadDrafter(Drafter):
 
     first_position = 0  # of a session
 
-    def __init__(self, head: HeadModel, expander: TreeExpander, children: ChildAdder) -> None:
+    def __init__(self, head: Any, expander: TreeExpander, options: ChildOptions) -> None:
         """The drafter needs the hidden states of the layers that the head reads, and reads no text itself."""
         self._head: Any = head
         self._expander: Any = expander
-        self._children = children
-        needs = Needs(layers=head.head.taps, prompt=True)
-        found = expander.capabilities(self.capabilities, children.pick_models, needs=needs)
+        self._children = ChildAdder(options.width, options.tree_nodes, options.draws)
+        needs = Needs(layers=head.spec.taps, prompt=True)
+        found = expander.capabilities(self.capabilities, self._children.pick_models, needs=needs)
         self.capabilities = replace(found, sources=(found.sources[0]._replace(reads=0),))
 
     def open(self, request: Request) -> HeadState:
@@ -188,6 +186,13 @@ class FeatureDrafter(HeadDrafter):
     """Keeps a session one token behind the target's: of an EAGLE, P-EAGLE or SpecFormer head, or an MTP layer."""
 
     first_position = 1  # no slot for the first token
+    _block = 0  # rows of logits that a forward gives for each job; 0: one for each node
+
+    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
+        if self._block:
+            self._children.add_block(jobs, self._expander.score(jobs), self._block)
+        else:
+            self._children.add(jobs, self._expander.score(jobs))
 
     def observe(self, state: HeadState, seen: Observation) -> None:
         if seen.tokens:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from heapq import nlargest
+from heapq import heappop, heappush, nlargest
 from typing import Any
 
 import numpy as np
@@ -256,6 +256,29 @@ class ChildAdder:
                     offers += found or []
             if picked:
                 self.attach(picked, offers)
+
+    def add_best_first(
+        self,
+        jobs: Sequence[ExpansionJob],
+        depths: int,
+        logits_of: Callable[[int, int, Sequence[int]], SparseLogits],
+        log_confidence: LogConfidence | None = None,
+    ) -> None:
+        """Add as many children as `add_levels` may, always below the best node of a tree; drawn ones in levels."""
+        for index, job in enumerate(jobs):
+            if job.state.is_drawn:
+                self.add_levels([job], depths, lambda _, *rows, index=index: logits_of(index, *rows), log_confidence)
+                continue
+            tree, directives = job.tree, job.state.directives
+            max_depth = min(depths, directives.depth or tree.max_depth, tree.max_depth)
+            best, left = [(0.0, 0)], max_depth * min(directives.width or self._width, self._width)
+            while best and left and len(tree) < self._tree_nodes:
+                _, node = heappop(best)
+                if (depth := tree.depth(node)) < max_depth:
+                    one, known, left = job._replace(frontier=[node]), len(tree), left - 1
+                    self.attach([one], self._propose(one, logits_of(index, depth, [node]), log_confidence) or ())
+                    for child in range(known, len(tree)):
+                        heappush(best, (-tree.scores[child], child))
 
     def add_block(self, jobs: Sequence[ExpansionJob], held: SparseLogits, block: int) -> None:
         """Add up to `block` levels from as many rows of logits of each job, which do not depend on the nodes."""

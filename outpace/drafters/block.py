@@ -1,6 +1,6 @@
-"""A DFlash, DSpark or Medusa head drafts a block of tokens in one forward, from the target's hidden states.
+"""A DFlash, DSpark, JetSpec or Medusa head drafts a block of tokens in one forward, from the target's hidden states.
 
-DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; Medusa, arXiv:2401.10774.
+DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; JetSpec, arXiv:2606.18394; Medusa, arXiv:2401.10774.
 
 A block consists of the last written token and mask tokens. They attend to each other and to keys and values computed
 from the target's hidden states; the block's own keys and values are dropped after the forward. A DFlash head predicts
@@ -12,15 +12,15 @@ position instead, on the last hidden state. Nothing is drafted if hidden states 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.logits import SparseLogits
 from outpace.core.tree import TokenTree
 from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._feature_drafter import BlockExpander, HeadDrafter, HeadState, given_head
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions
+from outpace.drafters._model_drafter import HeadOptions
 from outpace.drafters._tree_expander import CHUNK, ExpansionJob, tokens_below_root
-from outpace.models.heads.dflash import BlockModel
 
 Options = HeadOptions
 
@@ -36,9 +36,8 @@ class BlockDrafter(HeadDrafter):
         cost="a forward of the head over a block for all levels of the tree together",
     )
 
-    def __init__(self, head: BlockModel, options: Options) -> None:
-        expander = BlockExpander(head, head.head.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
+    def __init__(self, head: Any, options: Options) -> None:
+        super().__init__(head, BlockExpander(head, head.spec.block, options.tree_nodes), options)
 
     def observe(self, state: HeadState, seen: Observation) -> None:
         if seen.tokens:
@@ -75,7 +74,8 @@ class BlockDrafter(HeadDrafter):
         def log_confidence(job: ExpansionJob, node: int) -> float | None:
             return draft.log_confidence(numbers[id(job.tree)], _path(job.tree, node))
 
-        self._children.add_levels(jobs, self._head.head.num_drafted, logits_of, log_confidence)
+        add = self._children.add_best_first if self._head.is_best_first else self._children.add_levels
+        add(jobs, self._head.spec.num_drafted, logits_of, log_confidence)
 
 
 def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -85,5 +85,5 @@ def _path(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 def build(options: Options, *, given: BuildContext) -> BlockDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, BlockModel, "block", "a DFlash, DSpark or Medusa head for the target")
+    head = given_head(given, options, "block", "a DFlash, DSpark or Medusa head for the target")
     return BlockDrafter(head, options)

@@ -11,16 +11,14 @@ missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.options import number, whole
 from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, FeatureExpander, given_head
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions
-from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.eagle3 import EagleModel
+from outpace.drafters._model_drafter import HeadOptions
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,12 @@ class EagleDrafter(FeatureDrafter):
         cost="a forward of one layer and the head's output layer for each level of the tree",
     )
 
-    def __init__(self, head: EagleModel, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         expander = FeatureExpander(head, options.width, options.tree_nodes, options.floor)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        self._children.add(jobs, self._expander.score(jobs))
+        super().__init__(head, expander, options)
 
 
 def build(options: Options, *, given: BuildContext) -> EagleDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, EagleModel, "eagle", "an EAGLE head for the target, or its MTP layer")
+    head = given_head(given, options, "eagle", "an EAGLE head for the target, or its MTP layer")
     return EagleDrafter(head, options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.errors import UserError
@@ -21,7 +22,7 @@ from outpace.drafters._feature_drafter import FeatureDrafter, FeatureMaskExpande
 from outpace.drafters._model_drafter import ChildAdder, ChildOptions, OfferState
 from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.base import Model
-from outpace.models.heads.eagle3 import EagleModel
+from outpace.models.heads.head import Head
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,16 @@ class ParallelHeadDrafter(FeatureDrafter):
         (DraftSource("parallel", runs_model=True, reads=0, by_length=True),), Needs(prompt=True)
     )
 
-    def __init__(self, head: EagleModel, mask: int, options: Options) -> None:
+    def __init__(self, head: Any, options: Options) -> None:
         self._block = options.block
-        expander = FeatureMaskExpander(head, mask, options.block, options.tree_nodes)
-        super().__init__(head, expander, ChildAdder(options.width, options.tree_nodes, options.draws))
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        self._children.add_block(jobs, self._expander.score(jobs), self._block)
+        expander = FeatureMaskExpander(head, head.spec.mask_token or 0, options.block, options.tree_nodes)
+        super().__init__(head, expander, options)
 
 
 def build(options: Options, *, given: BuildContext) -> Drafter:
     """Build the drafter; raise UserError unless the draft has a mask token."""
-    if isinstance(given.draft, EagleModel) and given.draft.head.mask_token is not None:
-        return ParallelHeadDrafter(given.draft, given.draft.head.mask_token, options)
+    if isinstance(given.draft, Head) and given.draft.drafter == "parallel":
+        return ParallelHeadDrafter(given.draft, options)
     if given.draft is None or given.draft.mask_token is None:
         raise UserError(
             "drafter parallel needs a draft model trained to draft in parallel, with a pard_token in its config.json as"

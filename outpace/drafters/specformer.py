@@ -9,14 +9,12 @@ probabilities. Nothing is drafted if hidden states of the text are missing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 from outpace.core.drafting import BuildContext, Needs
 from outpace.core.types import Capabilities, DraftSource
 from outpace.drafters._feature_drafter import FeatureDrafter, RootExpander, given_head
-from outpace.drafters._model_drafter import ChildAdder, HeadOptions
-from outpace.drafters._tree_expander import ExpansionJob
-from outpace.models.heads.specformer import SpecFormerModel
+from outpace.drafters._model_drafter import HeadOptions
 
 Options = HeadOptions
 
@@ -30,16 +28,12 @@ class SpecFormerDrafter(FeatureDrafter):
         cost="a forward of the head's two layers and its output layer for all levels of the tree together",
     )
 
-    def __init__(self, head: SpecFormerModel, options: Options) -> None:
-        self._slots = head.head.block
-        children = ChildAdder(options.width, options.tree_nodes, options.draws)
-        super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), children)
-
-    def _expand(self, jobs: Sequence[ExpansionJob]) -> None:
-        self._children.add_block(jobs, self._expander.score(jobs), self._slots)
+    def __init__(self, head: Any, options: Options) -> None:
+        self._block = head.spec.block
+        super().__init__(head, RootExpander(head, 0, 1, options.tree_nodes), options)
 
 
 def build(options: Options, *, given: BuildContext) -> SpecFormerDrafter:
     """Build the drafter; raise UserError if the draft is not such a head."""
-    head = given_head(given, options, SpecFormerModel, "specformer", "a SpecFormer head for the target")
+    head = given_head(given, options, "specformer", "a SpecFormer head for the target")
     return SpecFormerDrafter(head, options)

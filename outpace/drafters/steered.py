@@ -20,7 +20,7 @@ from outpace.core.types import Capabilities, DraftSource, Observation
 from outpace.drafters._model_drafter import BaseModelDrafter, ModelOptions, OfferState
 from outpace.drafters._tree_expander import CHUNK, TreeExpander
 from outpace.models.base import Model, Part
-from outpace.models.heads.eagle3 import stack_rows
+from outpace.models.heads.head import stack_rows
 
 Options = ModelOptions
 

@@ -44,6 +44,7 @@ class Session:
     block = 64  # slots are allocated in whole blocks
     growth = 1.25  # growing copies what is stored, so it grows at least by this factor
     is_recurrent = False  # whether it has states after its committed tokens, which cannot be cut
+    is_block = False  # whether all pending nodes see each other
 
     def __init__(self, capacity: int, max_pending: int) -> None:
         self.capacity = capacity  # maximum number of committed tokens
@@ -87,7 +88,7 @@ class Session:
             self.reserve(after)
         self._nodes.add(parents)
         mask: bytes = self._nodes.mask(before)
-        return mask
+        return b"\1" * len(mask) if self.is_block else mask
 
     def slots_after(self, slots: int, exact: bool = False) -> int:
         """Return how many slots the session has after `reserve(slots, exact)`."""
@@ -287,6 +288,11 @@ class Model:
         return 0.0
 
     @property
+    def promised_bytes(self) -> int:
+        """Bytes of memory that weights may still take, because they are loaded when passes need them."""
+        return 0
+
+    @property
     def precision(self) -> str:
         """Format of the weights: int8, or the name of a torch type; "" if unknown."""
         return "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
@@ -375,6 +381,11 @@ class Model:
         """Run a pass as `score` does, but return logits only for the tokens that the output layer has rows for."""
         return SparseLogits(scores := self.score(forest), None, scores.shape[-1])
 
+    def score_sparse_hidden(self, forest: Sequence[Part], layers: Sequence[int]) -> tuple[SparseLogits, Any]:
+        """Return sparse logits and hidden states, as `score_hidden` does."""
+        found = self.score_hidden(forest, layers)
+        return SparseLogits(found.logits, None, found.logits.shape[-1]), found.hidden
+
     def _score(self, forest: Sequence[Part]) -> Any:
         return self._score_hidden(forest, ()).logits
 
@@ -384,6 +395,14 @@ class Model:
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Model:
         """Return a model with the same weights and sessions that skips these layers' attention and MLP."""
         raise unsupported(self, Capability.SKIP_SUBLAYERS)
+
+    def embed(self, tokens: Sequence[int]) -> Any:
+        """Return the embeddings of tokens, which `Part.inputs` replaces: [tokens, width]"""
+        raise unsupported(self, Capability.INPUTS)
+
+    def limit_window(self, tokens: int) -> None:
+        """Let all layers see at most this many trailing tokens; called before sessions are opened."""
+        raise NotImplementedError
 
     def project(self, hidden: Any) -> SparseLogits:
         """Return the logits of hidden states taken before the final norm: [rows, width] to [rows, output rows]"""

@@ -110,6 +110,8 @@ def _weight_bytes(
         kind, size = source.held(stored)
         if len(shape) < 2:
             total += 4 * count
+        elif config.experts and ".experts." in name and options.dtype != INT4 and kind in formats:
+            total += size / config.experts.count  # experts are packed when they are chosen; one a layer must fit
         elif kind in formats and kind not in FLOATS and options.dtype != INT8:
             total += size * count / math.prod(source.shape(stored))  # a stage of a pipeline may have no embedding
         else:

@@ -16,7 +16,7 @@ from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import is_packed, locate, open_source
 from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
-from outpace.models.heads.config import DRAFTERS, STEERING, fields_of, head_kind, kind_of_mtp
+from outpace.models.heads.config import STEERING, fields_of, head_kind, kind_of_mtp
 from outpace.models.options import AUTO, LoadOptions, silent
 from outpace.models.runtimes import Loaded, Progress
 from outpace.models.text.tokenizer import first_difference, tokenizer_of
@@ -149,12 +149,12 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
     files, is_mtp = target.files, spec == MTP_DRAFT
     model = load_head(path, target.model, target.config, target.tokenizer.size, files, options, is_mtp)
     model.vocab_size = min(model.vocab_size, target.model.vocab_size)
-    drafter, notices = DRAFTERS[model.head.kind], [*filter(None, [model.notice]), *model.head.notices]
+    notices = [*filter(None, [model.notice]), *model.spec.notices]
     if "weights" in trained_on and target.files and weights_digest(target.files()) != trained_on["weights"]:
         notices.append("the head was trained on hidden states of other weights, so fewer drafts may be accepted")
     files = partial(Path, path)
     notice = "; ".join(notices) or None
-    return Loaded(model, target.tokenizer, str(spec), notice=notice, files=files, drafter=drafter, is_head=True)
+    return Loaded(model, target.tokenizer, str(spec), notice=notice, files=files, drafter=model.drafter, is_head=True)
 
 
 def open_draft(

@@ -28,7 +28,8 @@ from outpace.distill.student import EMBEDDING, NORM, rope_tables
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import DSPARK, HeadConfig
 from outpace.models.heads.files import HeadFiles
-from outpace.models.heads.reader import CONFIDENCE, LAYER_IDS, MARKOV, MARKOV_KINDS, draft_ids, layer_shapes
+from outpace.models.heads.kinds.block import CONFIDENCE, MARKOV, MARKOV_KINDS
+from outpace.models.heads.reader import LAYER_IDS, draft_ids, layer_shapes
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 from outpace.models.llama.weight_sources import source_of
 

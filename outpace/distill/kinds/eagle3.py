@@ -1,8 +1,8 @@
 """The kind eagle3: a decoder layer that reads the target's hidden states, in the public format of speculators.
 
 EAGLE-3, Li et al., arXiv:2503.01840. Slot t reads a feature of position t and token t + 1, and predicts token t + 2.
-Training also runs STEPS - 1 draft steps, whose slots read the outputs of the step before. `models/heads/eagle3.py` runs
-the heads that this module writes.
+Training also runs STEPS - 1 draft steps, whose slots read the outputs of the step before. The heads that this module
+writes are run by `models/heads/kinds/features.py`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from outpace.distill.student import EMBEDDING, NORM, attention, causal_mask, rop
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.heads.config import SPECFORMER, HeadConfig
 from outpace.models.heads.files import HeadFiles
-from outpace.models.heads.reader import LAYER_IDS, slot_shapes
-from outpace.models.heads.specformer import CONTEXT, LAYER
+from outpace.models.heads.kinds.slots import CONTEXT, LAYER, slot_shapes
+from outpace.models.heads.reader import LAYER_IDS
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 SLOTS = 8

@@ -9,9 +9,10 @@ arXiv:2511.20340.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from outpace.core import registry
 from outpace.core.errors import UserError
 from outpace.models.llama.config import qwen35
 from outpace.models.llama.config.llama_config import LlamaConfig
@@ -20,18 +21,12 @@ EAGLE3, EAGLE4, P_EAGLE, DFLASH, DSPARK = "EAGLE-3", "EAGLE-4", "P-EAGLE", "DFla
 EAGLE1, MEDUSA, SPECFORMER = "EAGLE-1", "Medusa", "SpecFormer"
 MIMO_MTP, QWEN_MTP = "MTP of MiMo", "MTP of Qwen3.5"
 MTP_LAYERS = (MIMO_MTP, QWEN_MTP)  # kinds in the files of their targets
-BLOCKS = (DFLASH, DSPARK)  # kinds that draft a block of mask tokens
-JOINED = (EAGLE1, *MTP_LAYERS)  # kinds whose fc reads a token's embedding and a feature
-DRAFTERS = {  # the drafter that runs a kind
-    EAGLE3: "eagle",
-    P_EAGLE: "parallel",
-    DFLASH: "block",
-    DSPARK: "block",
-    EAGLE1: "eagle",
-    MIMO_MTP: "eagle",
-    QWEN_MTP: "eagle",
-    MEDUSA: "block",
-    SPECFORMER: "specformer",
+FILES = {  # the file in `kinds` that has the class of a kind; that of any other kind has its name
+    **dict.fromkeys((EAGLE3, P_EAGLE), "features"),
+    **dict.fromkeys((DFLASH, DSPARK), "block"),
+    **dict.fromkeys((EAGLE1, *MTP_LAYERS), "features"),
+    MEDUSA: "medusa",
+    SPECFORMER: "slots",
 }
 SPECULATORS = {  # speculators_model_type: the kind
     "eagle3": EAGLE3,
@@ -114,6 +109,11 @@ class HeadConfig:
     notices: tuple[str, ...] = ()
 
     @property
+    def layer_config(self) -> LlamaConfig:
+        """The layers as a runtime builds them."""
+        return replace(self.layers, causal_layers=self.causal)
+
+    @property
     def num_drafted(self) -> int:
         """Number of tokens that a block drafts."""
         return self.block if self.from_anchor else self.block - 1
@@ -121,7 +121,29 @@ class HeadConfig:
 
 def head_kind(config: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
     """Return the kind of head that a config.json, and the names of the tensors if they are known, describe; None for
-    anything else."""
+    anything else.
+
+    A kind that no table here lists is known by its file's name, in the architecture or as the type of speculators, or
+    by a field of its own.
+    """
+    kind, others = _listed_kind(config, names), [name for name in registry.names("heads") if name not in FILES.values()]
+    listed = config.get("architectures")
+    said = f"{listed[0] if isinstance(listed, list) and listed else ''} {config.get('speculators_model_type')}".lower()
+    named = [name for name in others if name in said]
+    if not named and kind is not None:
+        nested = [value for value in config.values() if isinstance(value, Mapping)]
+        held = {field for fields in (config, *nested) for field in fields}
+        named = [name for name in others if held.intersection(head_class(name).own_fields)]
+    return named[0] if named else kind
+
+
+def head_class(kind: str) -> Any:
+    """Return the class that runs a kind of head."""
+    module = registry.find("heads", FILES.get(kind, kind))
+    return next(one for one in vars(module).values() if kind in getattr(one, "kinds", ()))
+
+
+def _listed_kind(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     kind = config.get("speculators_model_type")
     if isinstance(kind, str):
         return SPECULATORS.get(kind, kind)
@@ -164,8 +186,8 @@ def check_kind(kind: str, where: object) -> None:
             f"{where} is an EAGLE-4 head, whose licence forbids other implementations: outpace does not run it; use a"
             " head of another kind or a draft model"
         )
-    if kind not in DRAFTERS:
-        *others, last = DRAFTERS
+    if kind not in FILES and kind not in registry.names("heads"):
+        *others, last = FILES
         raise UserError(
             f"{where} is a trained head ({kind}) that is not supported yet: outpace runs {', '.join(others)} and {last}"
             " heads, and draft models"

@@ -9,12 +9,10 @@ from typing import Any
 from outpace.core.errors import UserError, require
 from outpace.models.base import Capability
 from outpace.models.files.find import open_source
-from outpace.models.heads.config import BLOCKS, JOINED, MEDUSA, SPECFORMER, check_kind
-from outpace.models.heads.dflash import BlockModel
-from outpace.models.heads.eagle3 import EagleModel
-from outpace.models.heads.files import kind_of_head, open_head, open_mtp
-from outpace.models.heads.medusa import MedusaModel, native_products, torch_products
-from outpace.models.heads.native import NativeBlock, NativeEagle, NativeJoined, NativeSpecFormer
+from outpace.models.heads.config import check_kind, head_class
+from outpace.models.heads.files import HeadFiles, kind_of_head, open_head, open_mtp
+from outpace.models.heads.head import Head, Weights
+from outpace.models.heads.native import NativeWeights
 from outpace.models.heads.reader import read_head
 from outpace.models.llama.native.binding import NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -31,7 +29,7 @@ def load_head(
     files: Callable[[], Path] | None,
     options: LoadOptions,
     is_mtp: bool = False,
-) -> EagleModel | BlockModel:
+) -> Head:
     """Build the model of a head for a target model, whose tokenizer has `num_tokens` tokens.
 
     Raise UserError for an unsupported kind, a damaged file, a head for another target, or a target that cannot return
@@ -46,29 +44,27 @@ def load_head(
     opened = open_mtp(path) if is_mtp else open_head(path)
     config = {**target_config, "hidden_size": target.config.hidden_size}
     num_layers = target.num_layers or int(target.config.num_hidden_layers)
-    head = read_head(opened, config, target.max_positions, num_layers)
-    tokens, rows = head.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)
+    spec = read_head(opened, config, target.max_positions, num_layers)
+    tokens, rows = spec.layers.vocab_size, int(config.get("vocab_size") or target.vocab_size)
     if tokens < num_tokens or abs(tokens - rows) > MAX_PADDING:
         raise UserError(f"{path} is a head for {tokens} tokens, and the target has {num_tokens} tokens in {rows} rows")
-    if max(head.taps) > target.max_hidden_layer:
+    if max(spec.taps) > target.max_hidden_layer:
         raise UserError(
-            f"{path} reads the hidden states after layer {max(head.taps)}, and {type(target).__name__} gives those"
+            f"{path} reads the hidden states after layer {max(spec.taps)}, and {type(target).__name__} gives those"
             f" after layer {target.max_hidden_layer} at most: use runtime llama or native"
         )
-    groups = (BLOCKS, JOINED, (SPECFORMER,))
-    place = next((number for number, kinds in enumerate(groups) if head.kind in kinds), 3)  # in the tuples below
+    head: Head = head_class(spec.kind)(spec, _weights_of(opened, target, files, options))
+    return head
+
+
+def _weights_of(opened: HeadFiles, target: Any, files: Callable[[], Path] | None, options: LoadOptions) -> Weights:
+    """Return what loads the head's tensors for the target's runtime."""
     if isinstance(target, NativeLlama):
         weights = options.dtype if options.dtype in (INT8, INT4, FILE) else INT4 if options.dtype == AUTO else INT8
         native = NativeOptions(target.options.threads, options.kv_dtype_or(NATIVE_KV), weights=weights)
-        if head.kind == MEDUSA:
-            return MedusaModel(head, target, target.ends.norm, native_products(opened, native))
-        classes: Any = NativeBlock, NativeJoined, NativeSpecFormer, NativeEagle
-        return classes[place].from_files(opened, head, target, native)
+        return NativeWeights(opened, target, native)
     require("a head for a target that runs by torch", "torch")
-    from outpace.models.heads.cuda import GraphBlock, GraphEagle, GraphJoined, GraphMedusa, GraphSpecFormer
-    from outpace.models.heads.torch import TorchBlock, TorchEagle, TorchJoined, TorchSpecFormer
-    from outpace.models.llama.cuda.captures import Captures
-    from outpace.models.llama.cuda.runtime import GraphLlama
+    from outpace.models.heads.torch import TorchWeights
 
     module = getattr(target, "module", None)  # of transformers
 
@@ -76,25 +72,14 @@ def load_head(
         if name == "embed_tokens.weight":
             return target.embedding if module is None else module.get_input_embeddings().weight
         if name == "target_norm.weight" and module is not None:
-            raise UserError(f"{path} needs the final norm of the target: use runtime llama or native")
+            raise UserError(f"{opened.path} needs the final norm of the target: use runtime llama or native")
         if module is not None:
             return module.get_output_embeddings().weight
         if files is None:
-            raise UserError(f"{path} needs weights of the target, which was not loaded by name")
+            raise UserError(f"{opened.path} needs weights of the target, which was not loaded by name")
         with open_source(files()) as source:
             if name == "target_norm.weight":
                 return source.tensor("model.norm.weight") + target.config.norm_offset
             return source.tensor("model.embed_tokens.weight" if target.config.tie_embeddings else name)
 
-    is_captured = isinstance(target, GraphLlama)
-    if head.kind == MEDUSA:
-        medusa = GraphMedusa if is_captured else MedusaModel
-        model: Any = medusa(head, target, *torch_products(opened, of_target, target.device, target.dtype))
-    else:
-        by_torch = TorchBlock, TorchJoined, TorchSpecFormer, TorchEagle
-        classes = (GraphBlock, GraphJoined, GraphSpecFormer, GraphEagle) if is_captured else by_torch
-        model = classes[place].from_files(opened, head, of_target, target.device, target.dtype, options.kv_dtype)
-    if is_captured:
-        for own in (model, model.slots) if head.kind == SPECFORMER else (model,):
-            own.captures = Captures(target.captures.is_eager)
-    return model
+    return TorchWeights(opened, target, of_target, options.kv_dtype)

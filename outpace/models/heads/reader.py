@@ -6,7 +6,6 @@ is checked against its tensors and the target when it is loaded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,34 +15,22 @@ import numpy as np
 
 from outpace.core.errors import UserError
 from outpace.models.heads.config import (
-    BLOCKS,
-    DSPARK,
-    EAGLE3,
-    JOINED,
-    MEDUSA,
     MTP_LAYERS,
-    P_EAGLE,
-    SPECFORMER,
     HeadConfig,
     check_kind,
     fields_of,
+    head_class,
     head_kind,
     verifier_fields,
     verifier_of,
 )
 from outpace.models.heads.fields import agreed, check_unread, within
 from outpace.models.heads.files import HeadFiles
-from outpace.models.llama.config.fields import OTHER_RUNTIME, SLIDING, ReadFields, flag, number, size
+from outpace.models.llama.config.fields import OTHER_RUNTIME, SLIDING, ReadFields, number, size
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
 
 IGNORED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings", "is_causal")
-OF_MLP = ("mlp.", "post_attention_layernorm.")  # prefixes of a layer's tensors
-MARKOV_KINDS = ("vanilla", "gated", "rnn")
-PROJECTORS = ("dflash", "dspark")  # the output layers of blocks
-MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # prefixes of tensors
 MAX_DRAFTED = 64  # tokens of a block
-JOINED_NORMS = ("norm", "hidden_norm", "embed_norm")  # an MTP layer has all of them
-MEDUSA_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.")
 TAPS, LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 # Fields of the formats that name layers, and what is added to get the number of layers completed: 1 where layers are
 # counted from 0 and their output is read.
@@ -54,10 +41,6 @@ BLOCK_TAPS = {
 }
 ANY_TAPS = {TAPS: 0, LAYER_IDS: 0, "layer_ids": 0, "target_layer_ids": 1}  # the same in any object, with a notice
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")
-FROM_ANCHOR = {  # fields, and the value with which a slot predicts the token after it
-    **dict.fromkeys(within("dflash_config", "sample_from_anchor", "query_zero_predicts_next", "shift_label"), True),
-    **dict.fromkeys(within("dflash_config", "dspark_bonus_anchor"), False),
-}
 
 
 def _draft_length(config: Mapping[str, Any]) -> int | None:
@@ -82,20 +65,20 @@ def _checked(files: HeadFiles, target: Mapping[str, Any], max_positions: int, nu
     config = ReadFields(files.config)
     kind = str(head_kind(config, files.tensors.keys()))
     check_kind(kind, files.path)
-    if kind == MEDUSA:
-        head = _read_medusa(config, files, target, max_positions, num_layers)
-        files.check_shapes(_medusa_shapes(head))
-    else:
-        head = _read_layers(kind, config, files, target, max_positions, num_layers)
-        files.check_shapes(_shapes(head, files))
-        draft_ids(files, head)
+    cls = head_class(kind)
+    head: HeadConfig = cls.read(kind, config, files, target, max_positions, num_layers)
+    files.check_shapes(cls.shapes(head, files))
+    draft_ids(files, head)
     _check_target(config, target, head)
-    unknown = check_unread(config, files.tensors.keys(), target.keys() if kind in (MEDUSA, *MTP_LAYERS) else ())
+    unknown = check_unread(
+        config, files.tensors.keys(), target.keys() if cls.shares_config or kind in MTP_LAYERS else ()
+    )
     named = (f"unknown fields of the head were ignored: {', '.join(unknown)}",) if unknown else ()
     return replace(head, notices=files.notices + head.notices + named)
 
 
-def _read_layers(
+def read_layers(
+    cls: Any,
     kind: str,
     config: ReadFields,
     files: HeadFiles,
@@ -103,166 +86,38 @@ def _read_layers(
     max_positions: int,
     num_layers: int,
 ) -> HeadConfig:
-    """Read a head of decoder layers."""
+    """Read a head of decoder layers of this class, with what all kinds have."""
     is_speculators = "speculators_model_type" in config
     own = fields_of(config, "transformer_layer_config") if is_speculators else config
-    _check_count("num_hidden_layers", size(own, "num_hidden_layers", 1), files)
-    layers = _layer_config(files, own, max_positions, kind)
+    check_count("num_hidden_layers", size(own, "num_hidden_layers", 1), files)
+    layers = _layer_config(files, own, max_positions, kind, cls.is_block)
     width = size(config, "target_hidden_size", size(target, "hidden_size", layers.hidden_size))
-    taps, notice = _taps(config, kind, layers.num_layers, num_layers, width, files)
+    taps, notice = _taps(cls, config, kind, layers.num_layers, num_layers, width, files)
     stated = agreed(config, within("dflash_config", "num_target_layers"), size)
     if stated and stated[1] not in (num_layers, len(taps)):  # vLLM counts the taps
         raise UserError(f"{stated[0]} is {stated[1]}, and the target has {num_layers} layers: it is for another target")
-    read = READERS.get(kind, _read_joined if kind in JOINED else _read_eagle)
-    return read(
-        HeadConfig(
-            kind=kind,
-            layers=layers,
-            taps=taps,
-            num_rows=size(config, "draft_vocab_size", layers.vocab_size),
-            target_width=width,
-            target_eps=number(target, "rms_norm_eps", layers.rms_norm_eps, 1.0),
-            has_fc_bias="fc.bias" in files,
-            logit_scale=number(config, "logit_scale", 1.0, 1e6),
-            verifier=verifier_of(config),
-            draft_length=_draft_length(config),
-            notices=(notice,) if notice else (),
-        ),
-        config,
-        files,
-        target,
+    return HeadConfig(
+        kind=kind,
+        layers=layers,
+        taps=taps,
+        num_rows=size(config, "draft_vocab_size", layers.vocab_size),
+        target_width=width,
+        target_eps=number(target, "rms_norm_eps", layers.rms_norm_eps, 1.0),
+        has_fc_bias="fc.bias" in files,
+        logit_scale=number(config, "logit_scale", 1.0, 1e6),
+        verifier=verifier_of(config),
+        draft_length=_draft_length(config),
+        notices=(notice,) if notice else (),
     )
 
 
-def _read_medusa(
-    config: ReadFields, files: HeadFiles, target: Mapping[str, Any], max_positions: int, num_layers: int
-) -> HeadConfig:
-    """Read Medusa's heads. Their sizes are those of the tensors; config.json may say fewer heads than there are."""
-    shape = files.shape("lm_heads.0.weight")
-    if len(shape) != 2:
-        raise UserError(f"tensor 'lm_heads.0.weight' has shape {list(shape)}, it must be a matrix")
-    rows, hidden = shape
-    for name, held in (("vocab_size", rows), ("hidden_size", hidden)):
-        if (said := size(config, name, held)) != held:
-            raise UserError(f"{name} is {said}, but tensor 'lm_heads.0.weight' has shape {list(shape)}")
-    places = [tuple(map(int, found.groups())) for name in files.tensors if (found := MEDUSA_BLOCK.match(name))]
-    blocks = size(config, "medusa_num_layers", 1 + max((block for _, block in places), default=0))
-    _check_count("medusa_num_layers", blocks, files)
-    eps = number(target, "rms_norm_eps", 1e-6, 1.0)
-    layers = LlamaConfig(rows, hidden, hidden, blocks, 1, 1, 2, eps, 1e4, max_positions, False, False, False)
-    block = max(size(config, "medusa_num_heads", 1), *(1 + head for head, _ in places), 1)
-    if block > MAX_DRAFTED:
-        raise UserError(f"medusa_num_heads is {block}, it must be at most {MAX_DRAFTED}")
-    return HeadConfig(MEDUSA, layers, (num_layers,), rows, hidden, eps, block=block, from_anchor=True)
-
-
-def _check_count(name: str, count: int, files: HeadFiles) -> None:
+def check_count(name: str, count: int, files: HeadFiles) -> None:
     """Raise UserError for more layers than tensors, before a shape is made for each."""
     if count > len(files.tensors):
         raise UserError(f"{name} is {count}, but the weight files hold {len(files.tensors)} tensors")
 
 
-def _medusa_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
-    hidden = head.layers.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {}
-    for one in range(head.block):
-        shapes[f"lm_heads.{one}.weight"] = (head.num_rows, hidden)
-        for block in range(head.layers.num_layers):
-            name = f"blocks.{one}.layers.{block}."
-            shapes |= {f"{name}weight": (hidden, hidden), f"{name}bias": (hidden,)}
-    return shapes
-
-
-def _read_eagle(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
-    """Read what describes EAGLE-3 and P-EAGLE heads."""
-    stated = agreed(config, within("eagle_config", "norm_before_residual"), flag)
-    is_guess = stated is None and head.kind == EAGLE3 and "speculators_model_type" in config
-    norm_before_residual = stated[1] if stated else is_guess
-    guess = ("norm_before_residual is missing and taken as true, as vLLM does",) if is_guess else ()
-
-    def either(*names: str) -> bool:
-        found = agreed(config, within("eagle_config", *names), flag)
-        return found is not None and found[1]
-
-    return replace(
-        head,
-        layers=replace(head.layers, takes_features=True, norms_features=not norm_before_residual),
-        norm_before_residual=norm_before_residual,
-        norm_before_fc=either("norm_before_fc"),
-        fc_norm=either("fc_norm", "use_aux_norm"),
-        norm_output=either("norm_output"),
-        mask_token=_mask_token(head, config, files, target) if head.kind == P_EAGLE else None,
-        notices=head.notices + guess,
-    )
-
-
-def _read_joined(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
-    """Read what describes EAGLE-1 heads and MTP layers."""
-    is_mtp, norm, embed_norm = head.kind in MTP_LAYERS, "layers.0.input_layernorm.weight", "embed_norm.weight"
-    bias = "fusion_bias" if "speculators_model_type" in config else "bias"
-    if flag(config, "layernorms", embed_norm in files) != (embed_norm in files):
-        held = "the" if embed_norm in files else "no"
-        raise UserError(f"layernorms is {config['layernorms']}, but the files hold {held} tensor {embed_norm!r}")
-    return replace(
-        head,
-        target_width=head.layers.hidden_size,  # a feature may also be an output of the head
-        layers=replace(head.layers, norms_features=is_mtp or norm in files),
-        has_fc_bias=flag(config, bias, head.has_fc_bias) and not is_mtp,
-        norm_output=is_mtp,
-    )
-
-
-def _read_slots(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
-    """Read what describes SpecFormer heads."""
-    slots = size(config, "num_slots")
-    if slots > MAX_DRAFTED:
-        raise UserError(f"num_slots is {slots}, it must be at most {MAX_DRAFTED}")
-    if head.layers.hidden_size != head.target_width:
-        raise UserError(f"hidden_size is {head.layers.hidden_size}, and the target's is {head.target_width}")
-    if head.layers.num_layers > 1:
-        raise UserError(f"num_hidden_layers is {head.layers.num_layers}, and SpecFormer has one layer across its slots")
-    return replace(head, block=slots, from_anchor=True, fc_norm=True)
-
-
-def _read_block(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> HeadConfig:
-    """Read what describes DFlash and DSpark heads."""
-    if (files.path / "mask_embedding.pt").exists():
-        raise UserError(
-            "the folder holds mask_embedding.pt: a head with its own embedding of the mask is not supported"
-        )
-    is_dspark, is_speculators = head.kind == DSPARK, "speculators_model_type" in config
-    projector = agreed(config, within("dflash_config", "projector_type"), lambda fields, name: fields[name])
-    if projector and projector[1] not in PROJECTORS:
-        raise UserError(f"{projector[0]} is {projector[1]!r:.80}, it must be one of {', '.join(PROJECTORS)}")
-    causal = agreed(config, within("dflash_config", "is_causal", "causal"), flag)
-    slides = not flag(config, "sliding_window_non_causal")
-    windows = map(head.layers.window, range(head.layers.num_layers))
-    size_of_block = agreed(config, (*within("dflash_config", "block_size"), "dspark_block_size"), size)
-    block = size_of_block[1] if size_of_block else size({}, "block_size", 8 if is_speculators else None)
-    anchor = agreed(config, [*FROM_ANCHOR], lambda fields, name: flag(fields, name) == FROM_ANCHOR[name])
-    notices = head.notices
-    if anchor is None and is_dspark and (is_speculators or files.is_gguf):  # written by programs that do not agree
-        notices += ("sample_from_anchor is missing and taken as true: each slot predicts the token after it",)
-    head = replace(
-        head,
-        mask_token=_mask_token(head, config, files, target),
-        block=block,
-        from_anchor=anchor[1] if anchor else is_dspark,
-        causal=tuple(causal[1] if causal else slides and window is not None for window in windows),
-        markov=_markov_kind(config, files),
-    )
-    if not 1 <= head.num_drafted <= MAX_DRAFTED:
-        min_size = 1 if head.from_anchor else 2
-        raise UserError(f"block_size is {block}, it must be between {min_size} and {min_size + MAX_DRAFTED - 1}")
-    if (head.draft_length or 0) > head.num_drafted:
-        notices += (f"it recommends {head.draft_length} tokens, and a block of {block} drafts {head.num_drafted}",)
-    return replace(head, notices=notices)
-
-
-READERS = {**dict.fromkeys(BLOCKS, _read_block), SPECFORMER: _read_slots}
-
-
-def _mask_token(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> int:
+def read_mask(head: HeadConfig, config: ReadFields, files: HeadFiles, target: Mapping[str, Any]) -> int:
     """Return the mask token, which must have a row in the embedding that the head uses."""
     name, token = agreed(config, within("dflash_config", *MASKS), partial(size, smallest=0)) or (MASKS[0], None)
     token, rows = size({name: token}, name, smallest=0), head.layers.vocab_size
@@ -274,25 +129,12 @@ def _mask_token(head: HeadConfig, config: ReadFields, files: HeadFiles, target: 
     return token
 
 
-def _markov_kind(config: ReadFields, files: HeadFiles) -> str | None:
-    """Return `HeadConfig.markov`; UserError if the fields contradict the tensors."""
-    name, tensor = "markov_head_type", f"{MARKOV}markov_w1.weight"
-    kind = (agreed(config, within("dflash_config", name), lambda fields, key: fields[key]) or ("", MARKOV_KINDS[0]))[1]
-    if kind not in MARKOV_KINDS:
-        raise UserError(f"{name} is {kind!r:.80}, it must be one of {', '.join(MARKOV_KINDS)}")
-    rank = files.shape(tensor)[-1] if tensor in files else 0
-    ranks = (*within("dflash_config", "markov_rank"), "dspark_markov_rank")
-    stated = agreed(config, ranks, partial(size, smallest=0))
-    if stated and stated[1] != rank:
-        held = f"{tensor!r} has rank {rank}" if rank else f"the files hold no tensor {tensor!r}"
-        raise UserError(f"{stated[0]} is {stated[1]}, but {held}")
-    return kind if rank else None
-
-
-def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int, kind: str) -> LlamaConfig:
+def _layer_config(
+    files: HeadFiles, own: Mapping[str, Any], max_positions: int, kind: str, is_block: bool
+) -> LlamaConfig:
     """Read the decoder layers. They have the biases that the file holds, and as many positions as the target."""
     fields = {name: value for name, value in own.items() if name not in IGNORED_IN_LAYER}
-    if kind not in BLOCKS:  # whose reader reads it
+    if not is_block:  # whose class reads it
         fields["is_causal"] = own.get("is_causal")
     fields.setdefault("num_hidden_layers", 1)
     fields["attention_bias"] = fields["mlp_bias"] = None
@@ -316,7 +158,7 @@ def _layer_config(files: HeadFiles, own: Mapping[str, Any], max_positions: int, 
 
 
 def _taps(
-    config: ReadFields, kind: str, own_layers: int, num_layers: int, width: int, files: HeadFiles
+    cls: Any, config: ReadFields, kind: str, own_layers: int, num_layers: int, width: int, files: HeadFiles
 ) -> tuple[tuple[int, ...], str | None]:
     """Return `HeadConfig.taps`, and a notice if the files do not fix them. Fields count layers differently."""
 
@@ -330,26 +172,26 @@ def _taps(
             raise UserError(f"{name} is {found!r:.80}, it must be different layers in ascending order")
         return tuple(layer + added for layer in found)
 
-    own = BLOCK_TAPS if kind in (*BLOCKS, SPECFORMER) else EAGLE_TAPS
+    own = cls.tap_fields
     objects = [f"{name}." for name, value in config.items() if isinstance(value, ReadFields)]
     anywhere = {outer + name: added for outer in ("", *objects) for name, added in ANY_TAPS.items()}
     others = anywhere | EAGLE_TAPS | BLOCK_TAPS
     added_by = own | {name: added for name, added in others.items() if name not in own}  # its own fields come first
     name, taps = agreed(config, [*added_by], completed) or ("", ())
-    if kind in JOINED:
+    if cls.reads_last:
         if taps not in ((), (num_layers,)):
             raise UserError(f"{name} names the states after {listed(taps)} layers, but {kind} reads the last one only")
         return (num_layers,), None
     notice, first = None, f"eagle_config.{TAPS}"
     if not taps:
-        taps = _usual_taps(kind, own_layers, num_layers)
+        taps = cls.usual_taps(own_layers, num_layers)
         if taps[0] < 0 or taps[-1] > num_layers or [*taps] != sorted(set(taps)):
             raise UserError(f"no field names the target's layers that it reads, and it has too few for {taps}")
         notice = f"no field names the target's layers that it reads, so it gets the states after {listed(taps)} layers"
     elif name not in own or (name == first and taps[0] != 2):  # where layer 1 is the first, all programs agree
         notice = f"{name} is read as the states after {listed(taps)} layers, but other programs may count differently"
     stated = agreed(config, within("eagle_config", "num_aux_hidden_states", "num_aux_layers"), size)
-    columns = files.shape("fc.weight")[-1] - width * (kind == SPECFORMER)  # whose fc also reads an embedding
+    columns = files.shape("fc.weight")[-1] - width * cls.joins_embedding
     if columns != len(taps) * width or (stated and stated[1] != len(taps)):
         raise UserError(
             f"fc.weight has {columns} inputs, which are not {len(taps)} hidden states of width {width}"
@@ -365,26 +207,10 @@ def listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _usual_taps(kind: str, own_layers: int, num_layers: int) -> tuple[int, ...]:
-    """Return the taps of heads whose files do not name them: for a block, the outputs of evenly spread layers."""
-    if kind not in BLOCKS:
-        return 2, num_layers // 2, num_layers - 3
-    last, steps = num_layers - 4, max(own_layers - 1, 1)
-    return tuple(
-        1 + (round(1 + one * last / steps) if own_layers > 1 else num_layers // 2) for one in range(own_layers)
-    )
-
-
-def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the head must have, and of the optional ones that it has."""
+def base_shapes(head: HeadConfig, files: HeadFiles, norms: Sequence[str] = ("norm",)) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a head of decoder layers with these norms outside of them."""
     layers, hidden, taps, rows = head.layers, head.layers.hidden_size, len(head.taps), head.num_rows
-    norms: tuple[str, ...] = ("norm", "hidden_norm") if head.block else ("norm",)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, taps * head.target_width)}
-    if head.kind == SPECFORMER:
-        norms, shapes = (), slot_shapes(head)
-    if head.kind in JOINED:
-        shapes["fc.weight"] = (hidden, 2 * hidden)
-        norms = tuple(name for name in JOINED_NORMS if head.kind in MTP_LAYERS or f"{name}.weight" in files)
     shapes |= {f"{name}.weight": (hidden,) for name in norms}
     if head.has_fc_bias:
         shapes["fc.bias"] = (hidden,)
@@ -394,27 +220,12 @@ def _shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (taps * head.target_width,)
     if head.fc_norm:
         shapes |= {f"fc_norm.{tap}.weight": (head.target_width,) for tap in range(taps)}
-    if head.kind == P_EAGLE:
-        shapes["mask_hidden"] = (1, 1, taps * head.target_width)
-    if head.kind == DSPARK:
-        shapes |= _markov_shapes(head, files)
     optional = {"embed_tokens.weight": (layers.vocab_size, hidden)}
     reduced = {"lm_head.weight": (rows, hidden), "d2t": (rows,)}
     is_reduced = rows != layers.vocab_size
     return shapes | {
         name: shape for name, shape in (optional | reduced).items() if name in files or (is_reduced and name in reduced)
     }
-
-
-def slot_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a SpecFormer head's own tensors; `context.`: a layer without an MLP."""
-    hidden, taps = head.layers.hidden_size, len(head.taps)
-    layer = layer_shapes(head.layers, 0)
-    shapes: dict[str, tuple[int, ...]] = {f"fc_norm.{tap}.weight": (head.target_width,) for tap in range(taps)}
-    shapes |= {f"{name}.weight": (hidden,) for name in ("embed_norm", "hidden_norm")}
-    shapes |= {"fc.weight": (hidden, hidden + taps * head.target_width), "slots.weight": (head.block * hidden, hidden)}
-    shapes |= {f"context.{name}": shape for name, shape in layer.items() if not name.startswith(OF_MLP)}
-    return shapes | {f"layers.0.{name}": shape for name, shape in layer.items()}
 
 
 def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]:
@@ -441,23 +252,6 @@ def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]
             shapes[f"{name}.bias"] = (rows,)
     if layers.head_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head_dim,)
-    return shapes
-
-
-def _markov_shapes(head: HeadConfig, files: HeadFiles) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the Markov bias and of the confidence, which may read the embedding of the token before."""
-    hidden, rank = head.layers.hidden_size, files.shape(f"{MARKOV}markov_w1.weight")[-1] if head.markov else 0
-    shapes: dict[str, tuple[int, ...]] = {}
-    if head.markov:
-        shapes[f"{MARKOV}markov_w1.weight"] = (head.layers.vocab_size, rank)
-        shapes[f"{MARKOV}markov_w2.weight"] = (head.num_rows, rank)
-    if head.markov == "gated":
-        shapes |= {f"{MARKOV}gate_proj.weight": (rank, hidden + rank), f"{MARKOV}gate_proj.bias": (rank,)}
-    if head.markov == "rnn":
-        shapes |= {f"{MARKOV}joint_proj.weight": (3 * rank, 2 * rank + hidden), f"{MARKOV}joint_proj.bias": (3 * rank,)}
-    if f"{CONFIDENCE}weight" in files:
-        reads_token = files.shape(f"{CONFIDENCE}weight")[-1] != hidden
-        shapes |= {f"{CONFIDENCE}weight": (1, hidden + rank * reads_token), f"{CONFIDENCE}bias": (1,)}
     return shapes
 
 

@@ -18,9 +18,11 @@ from outpace.core.errors import UserError
 from outpace.models.base import Capability, runtime_name
 from outpace.models.files.reading import SafetensorsFile
 from outpace.models.heads.config import STEERING
-from outpace.models.heads.medusa import Product, native_products
+from outpace.models.heads.head import Product
+from outpace.models.heads.native import NativeWeights
 from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.native.runtime import NativeLlama, host_floats
+from outpace.models.llama.native.runtime import NativeLlama
+from outpace.models.options import AUTO, INT8
 
 FC, NORM, NORM_BIAS, DELTA = "fc.weight", "norm.weight", "norm.bias", "delta.weight"
 EPS = 1e-5  # of the norm
@@ -52,6 +54,8 @@ class SteeringFile:
     def array(self, name: str) -> np.ndarray:
         """Return a tensor as float32."""
         return self._file.raw(name).float32()
+
+    weight = array
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UserError unless the file holds these tensors with these shapes, and finite values."""
@@ -144,23 +148,15 @@ def attach_steering(draft: Any, target: Any) -> Any:
 
 def _load(file: SteeringFile, draft: Any) -> Steering:
     """Load a steering into the draft's runtime: in int8 for the native kernels, otherwise in the draft's dtype."""
-    num_layers = draft.num_layers
     if isinstance(draft, NativeLlama):
-        product = native_products(file, draft.options)
-        norms = file.array(NORM), file.array(NORM_BIAS)
-        return Steering(file.taps, num_layers, host_floats, product("fc"), *norms, product("delta"))
-    device, dtype = draft.device, draft.dtype
+        weights: Any = NativeWeights(file, draft, replace(draft.options, weights=INT8))
+    else:
+        from outpace.models.heads.torch import TorchWeights
 
-    def fetch(name: str) -> Any:
-        return torch.from_numpy(np.array(file.array(name))).to(device=device, dtype=dtype)
-
-    fc, delta, linear = fetch(FC), fetch(DELTA), torch.nn.functional.linear
-    return Steering(
-        file.taps,
-        num_layers,
-        lambda hidden: torch.as_tensor(hidden).to(device, dtype),
-        lambda rows: linear(rows, fc),
-        fetch(NORM),
-        fetch(NORM_BIAS),
-        lambda rows: linear(rows, delta),
+        weights = TorchWeights(file, draft, file.array, AUTO)
+    fc, norms, delta = (
+        weights.product("fc"),
+        (weights.vector(NORM), weights.vector(NORM_BIAS)),
+        weights.product("delta"),
     )
+    return Steering(file.taps, draft.num_layers, weights.receive, fc, *norms, delta)

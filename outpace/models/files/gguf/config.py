@@ -160,6 +160,7 @@ HONOURED = frozenset(
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     )
 )
+MTP_INPUT = "nextn.eh_proj.weight"  # of a layer for multi-token prediction
 INTERVAL, RECURRENT, MTP_BLOCKS = qwen35.INTERVAL, "attention.recurrent_layers", "nextn_predict_layers"
 SSM = {  # of a delta net: the names in config.json
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -612,6 +613,10 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     if prefix in ("lfm2.", "lfm2moe."):
         outer = LFM2_OUTER_PARTS
     mtp = {str(layer) for layer in range(config.num_layers, own["block_count"])} if own.get(MTP_BLOCKS) else set()
+    for layer in mtp & {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}:
+        if f"blk.{layer}.{MTP_INPUT}" not in header.tensors:
+            said = f"{prefix}{MTP_BLOCKS} is {own[MTP_BLOCKS]}, so the block {layer} must have a tensor {MTP_INPUT!r}"
+            raise UserError(f"{header.path}: {said}")
     layers = f"{prefix}block_count {config.num_layers}"
     for name, entry in header.tensors.items():
         (target, *others), (first, *inner) = _target_names(name, entry, parts, outer), name.split(".")

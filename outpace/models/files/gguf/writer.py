@@ -73,7 +73,7 @@ def main_kind(file: Path) -> str:
 
     counts: Counter[int] = Counter()
     for name, entry in open_gguf(file).tensors.items():
-        if name.startswith("blk.") and len(entry.shape) == 2:
+        if name.startswith("blk.") and len(entry.shape) > 1:
             counts[entry.kind] += math.prod(entry.shape)
     return GGMLQuantizationType(counts.most_common(1)[0][0]).name if counts else ""
 

@@ -88,6 +88,8 @@ class LlamaConfig:
     fused: bool = False  # whether a checkpoint fuses queries, keys and values, and gates and ups
     takes_features: bool = False  # EAGLE-3: attention reads a token's embedding and a feature, which is the residual
     norms_features: bool = True  # whether the feature has a norm in the layer
+    norms_output: bool = True  # whether the output layer's input is normed
+    causal_layers: tuple[bool, ...] = ()  # of a block: where a node sees no later ones, whatever its session says
     output_gate: bool = False  # whether heads are multiplied by the sigmoid of a gate, projected with the queries
     recurrence: Recurrence | None = None  # sizes of the recurrent layers
     recurrent_layers: tuple[bool, ...] = ()  # (): none
@@ -129,6 +131,9 @@ class LlamaConfig:
     def state_bytes(self) -> int:
         """Bytes of a session's recurrent states, in float32."""
         return 4 * self.recurrence.state_size * self.num_recurrent_layers if self.recurrence else 0
+
+    def is_causal(self, layer: int) -> bool:
+        return bool(self.causal_layers) and self.causal_layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]

@@ -78,7 +78,6 @@ class GraphLlama(Llama):
     """A Llama-family model with captured passes, for one thread at a time."""
 
     attention = "matmul"  # or "fused", by our own kernels
-    session_type: type[GraphSession] = GraphSession  # type: ignore[assignment]  # its own storage
     min_slots = MIN_SLOTS  # of a session, and of a captured pass
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -86,6 +85,9 @@ class GraphLlama(Llama):
         self.pool = Pool(self.config, self._kv_format, self.device, self.min_slots)
         self.captures = Captures(self.device.type != "cuda")
         self._hidden = self.embedding.new_zeros(MAX_ROWS, self.config.hidden_size)
+        self._vectors: Tensor | None = None  # of a captured pass that takes vectors: [rows, hidden]
+        earlier = visible_bits(np.tri(MAX_PENDING, dtype=bool))  # for each node of a block: the nodes up to it
+        self._earlier = to_device(earlier, np.int64, self.device) if any(self.config.causal_layers) else None
 
     @classmethod
     def from_tensors(cls, *args: Any, is_eager: bool | None = None, **options: Any) -> Self:
@@ -95,6 +97,10 @@ class GraphLlama(Llama):
             model.captures = Captures(is_eager)
         return model
 
+    def take_vectors(self) -> None:
+        """Capture passes that take vectors in place of tokens, which all later passes must have."""
+        self._vectors = torch.zeros_like(self._hidden)
+
     @property
     def num_captures(self) -> int:
         return self.captures.count
@@ -102,7 +108,7 @@ class GraphLlama(Llama):
     def open(self, capacity: int, max_pending: int) -> GraphSession:  # type: ignore[override]  # its own storage
         capacity = min(capacity, self.max_positions)
         self._rope.grow_to(min(next_power_of_two(capacity + max_pending), self.max_positions))
-        return self.session_type(capacity, max_pending, self.pool)
+        return GraphSession(capacity, max_pending, self.pool)
 
     def reduce_output(self, tokens: int | None) -> None:
         super().reduce_output(tokens)
@@ -154,7 +160,7 @@ class GraphLlama(Llama):
 
     def _has_bucket(self, part: Part, max_rows: int) -> bool:
         """Return whether a captured pass can run this part, of at most `max_rows` tokens."""
-        is_plain = part.length is None and part.mlp_bias is None and part.inputs is None
+        is_plain = part.length is None and part.mlp_bias is None and (part.inputs is None) == (self._vectors is None)
         pending = len(part.tokens) + part.session.pending
         return is_plain and len(part.tokens) <= max_rows and pending <= MAX_PENDING
 
@@ -165,6 +171,8 @@ class GraphLlama(Llama):
         self._rope.grow_to(min(self.max_positions, MAX_POSITIONS))
 
     def capture_passes(self, sizes: Sequence[tuple[int, int]], layers: Sequence[int] = ()) -> None:
+        if self._vectors is not None:  # a pass needs them
+            return
         for batch, nodes in sorted(
             sizes, key=lambda size: -size[1]
         ):  # the longest first, because the pool moves when it grows
@@ -222,6 +230,10 @@ class GraphLlama(Llama):
         """Run the rows from `start` on through the layers; write the last hidden states [batch * nodes, hidden] to
         `_hidden`, and those after each number of layers in `saved` to its buffer."""
         batch, nodes = next_power_of_two(len(block)), _bucket_nodes(block)
+        if self._vectors is not None:
+            rows = pass_rows(start, block, [range(len(part.tokens)) for _, part, *_ in block])
+            vectors = torch.cat([part.inputs for _, part, *_ in block]).to(self.dtype)
+            self._vectors.index_copy_(0, to_device(rows, np.int64, self.device), vectors)
         slots = min(next_power_of_two(max(session.used for session, *_ in block), self.min_slots), self.pool.slots)
         inputs = self._inputs(("pass", batch, nodes), pass_shapes(batch, nodes))
         self._move(start, batch, block)
@@ -312,12 +324,17 @@ class GraphLlama(Llama):
 
     def _embed_pass(self, tokens: Tensor) -> Tensor:
         """Captured: return the first layer's input: [rows, hidden]"""
-        return self._embed(tokens)
+        embedded = self._embed(tokens)
+        return embedded if self._vectors is None else self._vectors[: len(tokens)].clone()
 
     def _masks(self, inputs: dict[str, Tensor], slots: int) -> list[Tensor]:
         """Captured: return the mask of each layer."""
-        found = {window: self._mask(inputs, slots, window) for window in self._windows}
-        return [found[self.config.window(number)] for number in range(len(self._layers))]
+        found = {(window, False): self._mask(inputs, slots, window) for window in self._windows}
+        if self._earlier is not None:
+            earlier = {**inputs, "bits": inputs["bits"] & self._earlier[: inputs["bits"].shape[1]]}
+            found |= {(window, True): self._mask(earlier, slots, window) for window in self._windows}
+        numbers = range(len(self._layers))
+        return [found[self.config.window(number), self.config.is_causal(number)] for number in numbers]
 
     def _mask(self, inputs: dict[str, Tensor], slots: int, window: int | None) -> Tensor:
         return tree_mask(inputs["bits"], inputs["lengths"], inputs["depths"], inputs["below"], slots, window)

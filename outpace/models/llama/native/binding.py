@@ -48,8 +48,12 @@ def read_formats(kernels: Any) -> tuple[str, ...]:
 def check_supported(kernels: Any, config: LlamaConfig) -> None:
     """Raise UnsupportedShape for a model that the kernels would compute wrongly."""
     sizes = config.recurrence
-    if config.experts or config.sinks or config.joint_norm:
-        raise UnsupportedShape("native kernels have no mixtures of experts, attention sinks and joint norms of heads")
+    if config.experts and config.experts.chosen > kernels.MAX_USED_EXPERTS:
+        chosen = f"num_experts_per_tok is {config.experts.chosen}"
+        raise UnsupportedShape(f"{chosen}, native kernels take at most {kernels.MAX_USED_EXPERTS}")
+    if config.joint_norm and config.num_kv_heads * config.head_dim % kernels.LANES:
+        width = f"the keys' width is {config.num_kv_heads * config.head_dim}"
+        raise UnsupportedShape(f"{width}, with a norm of all heads native kernels take multiples of {kernels.LANES}")
     if not config.num_attention_layers:
         raise UnsupportedShape(f"none of the {config.num_layers} layers has attention, native kernels need one")
     depths = {"channels": sizes.channels} if sizes else {}

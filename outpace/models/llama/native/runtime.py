@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outpace.core.arrays import kernels, num_cores
-from outpace.core.errors import unknown
+from outpace.core.errors import UserError, unknown
 from outpace.core.logits import SparseLogits, TargetOutput, TopK, tensor_of
+from outpace.core.machine import free_bytes
 from outpace.models.base import Capability, Model, Part, ReducedOutput, Session, check_forest
 from outpace.models.llama.config.draft_vocab import num_first_tokens
 from outpace.models.llama.config.families import GELU
@@ -25,7 +26,8 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_mlp_width
+from outpace.models.llama.native.experts import LayerExperts, divide_memory, load_experts
+from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from outpace.models.llama.kept_tokens import KeptTokens
 
 DEFAULT = NativeOptions()
+EXPERT_SHARE = 0.75  # of the memory that is free once the other weights are loaded: the most that experts take
 
 NativeRows = tuple[Any, int, int, int, bytes]
 """A session's store, its numbers of committed, pending and new nodes, and a mask: a byte for each new node and each
@@ -220,14 +223,18 @@ class NativeLlama(Model):
     exact = True
     device = "cpu"
     precision = INT8
-    session_type: type[NativeSession] = NativeSession
     usual_kv = NATIVE_KV  # the type of keys and values that a profile does not name
     capabilities = frozenset(Capability)  # without recurrent layers
 
     def __init__(
-        self, config: LlamaConfig, layers: Sequence[Any], ends: EmbeddingAndHead, options: NativeOptions
+        self,
+        config: LlamaConfig,
+        layers: Sequence[Any],
+        ends: EmbeddingAndHead,
+        options: NativeOptions,
+        experts: Sequence[LayerExperts] = (),
     ) -> None:
-        """`layers`: the results of `weights.load_layer`."""
+        """`layers`: the results of `weights.load_layer`; `experts`: those of them, in order."""
         self.kernels = kernels
         sets = self.kernels.instruction_sets()
         if options.instruction_set not in ("", *sets):
@@ -235,7 +242,8 @@ class NativeLlama(Model):
         self.config, self.options = config, options
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
-        self._layers, self.ends = layers, ends
+        self._layers, self.ends, self._experts, self._distinct_experts = layers, ends, experts, 0.0
+        self._expert_bytes = divide_memory(experts, int(free_bytes("cpu") * EXPERT_SHARE)) if experts else 0
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         self.num_attention_layers, self._state_bytes = config.num_attention_layers, config.state_bytes
@@ -243,15 +251,18 @@ class NativeLlama(Model):
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
             self.chunk = READ_TOGETHER
+        if config.experts:
+            self.capabilities = self.capabilities - {Capability.MLP_BIAS}
         scale = {"scale": config.query_scale} if config.query_scale else {}
         scale |= {"gated": True} if config.output_gate else {}
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
         )
-        self._mlp_width = padded_mlp_width(self.kernels, config)
+        self._mlp_width = padded_width(self.kernels, config.intermediate_size)
         self._threads = options.threads or num_cores()
         self._models = {self._threads: self._with_threads(self._threads)}
         self._share = threading.local()  # .threads: number of threads for the passes of a thread that leaves cores idle
+        self._storing: Any = None  # a kernels' model that only stores keys and values
         self._skipped: np.ndarray | None = None  # bool [layers, (attention, MLP)]
         self.kept_tokens: KeptTokens | None = None  # of an output layer that is reduced while the model runs
 
@@ -273,6 +284,7 @@ class NativeLlama(Model):
             rotations=len(config.rotations),
             embedding_scale=config.embedding_scale,
             gelu=config.activation == GELU,
+            gate_limit=config.experts.limit if config.experts else 0.0,
             **self.recurrence,
         )
 
@@ -305,10 +317,28 @@ class NativeLlama(Model):
 
     @property
     def weight_bytes(self) -> int:
-        return sum(layer.bytes for layer in self._layers) + self._head_bytes
+        return sum(layer.bytes for layer in self._layers) + self.output_bytes
 
     @property
-    def _head_bytes(self) -> int:
+    def distinct_experts(self) -> float:
+        return self._distinct_experts
+
+    @property
+    def last_weight_bytes(self) -> int:
+        """Bytes of weights that the last pass read: more than `weight_bytes` if its rows chose different experts."""
+        experts = self.config.experts
+        more = self._distinct_experts - experts.chosen if experts and self._distinct_experts else 0.0
+        return self.weight_bytes + int(more * sum(one.packed.expert_bytes for one in self._experts))
+
+    @property
+    def promised_bytes(self) -> int:
+        return max(
+            0, self._expert_bytes - sum(one.packed.num_packed * one.packed.expert_bytes for one in self._experts)
+        )
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the output layer that a pass reads."""
         head, kept = self.ends.head, self.kept_tokens
         return int(head.bytes * len(kept.kept.ids) / head.outputs) if kept else int(head.bytes)
 
@@ -341,16 +371,23 @@ class NativeLlama(Model):
         check_supported(kernels, config)
         threads = options.threads or num_cores()
         packing = Packing(kernels, threads)
-        fetch = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights)
+        fetch, experts = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights), dict[int, Any]()
+
+        def load(number: int) -> Any:
+            if config.has_experts(number):
+                assert config.experts is not None
+                experts[number] = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
+            return load_layer(packing, config, number, fetch, experts[number].packed if number in experts else None)
+
         with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(EmbeddingAndHead.load, packing, config, fetch, head_ids)
-                loaded = pool.map(lambda number: load_layer(packing, config, number, fetch), range(config.num_layers))
+                loaded = pool.map(load, range(config.num_layers))
                 layers = []
                 for number, layer in enumerate(loaded, 1):
                     layers.append(layer)
                     progress("loading", number / config.num_layers)
-                model = cls(config, layers, ends.result(), options)
+                model = cls(config, layers, ends.result(), options, [experts[number] for number in sorted(experts)])
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -360,7 +397,23 @@ class NativeLlama(Model):
     def open(self, capacity: int, max_pending: int) -> NativeSession:
         capacity = min(capacity, self.max_positions)
         self.rope_table.grow_to(min(capacity + max_pending, self.max_positions))
-        return self.session_type(capacity, max_pending, self)
+        return NativeSession(capacity, max_pending, self)
+
+    def embed(self, tokens: Sequence[int]) -> np.ndarray:
+        rows = np.empty((len(tokens), self.config.hidden_size), np.float32)
+        self.ends.embedding.read(np.array(tokens, np.int32), rows)
+        return rows
+
+    def limit_window(self, tokens: int) -> None:
+        for layer in self._layers:
+            layer.window = min(layer.window or tokens, tokens)
+
+    def store_inputs(self, parts: Sequence[Part]) -> None:
+        """Store the keys and values of the parts' inputs in every layer, and compute nothing else."""
+        if self._storing is None:
+            self._storing = self._with_threads(self._threads, [layer.to_kv_only() for layer in self._layers])
+        forest, none = self._forest(parts), np.empty((0, self._storing.outputs), np.float32)
+        self._storing.forward(*forest.arrays(self.rope_table.table), none, **forest.extras)
 
     def score_sparse(self, forest: Sequence[Part]) -> SparseLogits:
         check_forest(self, forest)
@@ -393,7 +446,7 @@ class NativeLlama(Model):
         if self.kept_tokens is None:
             return None
         first, (count, _) = self.kept_tokens.first, self._known(self.kept_tokens.kept.ids)
-        return ReducedOutput(first, count - first, self.vocab_size, self._head_bytes / self.weight_bytes)
+        return ReducedOutput(first, count - first, self.vocab_size, self.output_bytes / self.weight_bytes)
 
     def reduce_output(self, tokens: int | None) -> None:
         head, kept = self.ends.head, self.ends.kept
@@ -425,10 +478,24 @@ class NativeLlama(Model):
             columns = len(panels) * PANEL
         out, vocab = np.empty((len(forest.logit_rows), columns), np.float32), self._known(ids)
         if forest.extras:
-            model.forward(*forest.arrays(table), out, **forest.extras, panels=panels)
+            self._run(model, model.forward, *forest.arrays(table), out, **forest.extras, panels=panels)
             return self._sparse(out, vocab, self._best(out, vocab) if forest.best == 1 else ())
         rows = (forest.sessions, forest.tokens, forest.positions, table, forest.logit_rows)
-        return self._sparse(out, vocab, model.score(*rows, out, forest.best, *vocab, panels))
+        best = self._run(model, model.score, *rows, out, forest.best, *vocab, panels)
+        return self._sparse(out, vocab, best)
+
+    def _run(self, model: Any, call: Callable[..., Any], *args: Any, **extras: Any) -> Any:
+        """Run a pass of a kernels' model. UserError if experts that it packed are damaged."""
+        if not self._experts:
+            return call(*args, **extras)
+        try:
+            result = call(*args, **extras)
+        except ValueError as error:
+            if self._experts[0].path is None:
+                raise
+            raise UserError(f"{self._experts[0].path} is damaged: {error}") from error
+        self._distinct_experts = model.mean_experts
+        return result
 
     @staticmethod
     def _best(out: np.ndarray, vocab: tuple[int, np.ndarray | None]) -> list[TopK]:

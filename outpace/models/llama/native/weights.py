@@ -39,12 +39,12 @@ class Packing:
     def __init__(self, kernels: Any, threads: int = 1) -> None:
         self.kernels, self._threads = kernels, threads
         self._lock = Lock()
-        self._arena = kernels.WeightArena()
+        self.arena = kernels.WeightArena()
 
     def of_floats(self, weights: np.ndarray, bias: Sequence[float] = ()) -> Any:
         """Round float32 [outputs, inputs] to int8; UserError for weights that int8 cannot hold."""
         try:
-            return self.kernels.Matrix(weights, bias, arena=self._arena)
+            return self.kernels.Matrix(weights, bias, arena=self.arena)
         except ValueError as error:
             shape = " x ".join(map(str, weights.shape))
             raise UserError(f"a matrix of {shape} weights does not fit int8, {error}: use --dtype float32") from error
@@ -56,9 +56,13 @@ class Packing:
         that only one matrix's part of the file is in memory.
         """
         order = np.ascontiguousarray(rows, np.int32)
-        options = {"threads": self._threads, **options, "arena": self._arena}
+        options = {"threads": self._threads, **options, "arena": self.arena}
+        return self.alone(lambda: self.kernels.Matrix.stored(parts, order, inputs, **options))
+
+    def alone(self, pack: Callable[[], Any]) -> Any:
+        """Call `pack` while no other thread packs."""
         with self._lock:
-            return self.kernels.Matrix.stored(parts, order, inputs, **options)
+            return pack()
 
 
 class Fetch:
@@ -140,24 +144,23 @@ def _is_float(weight: Weight) -> bool:
     return not isinstance(weight, StoredMatrix) or weight.kind in FLOATS
 
 
-def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> Any:
-    """Build the kernels' layer `number` from Hugging Face weight names."""
+def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, experts: Any = None) -> Any:
+    """Build the kernels' layer `number` from Hugging Face weight names. `experts`: the kernels' experts."""
     config = config if number == 0 else replace(config, takes_features=False, norms_features=True)
     prefix = f"model.layers.{number}."
     if config.is_recurrent(number):
-        return _load_recurrent_layer(packing, config, prefix, fetch)
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        return _load_recurrent_layer(packing, config, prefix, fetch, experts)
+    attention = prefix + "self_attn."
 
     def norm(name: str, is_there: bool) -> list[float]:
         return _norm(config, fetch, prefix + name).tolist() if is_there else []
 
-    return packing.kernels.Layer(
+    layer = packing.kernels.Layer(
         _state_norm(config, fetch, prefix),
         _norm(config, fetch, prefix + config.mlp_norm),
         _qkv(packing, config, attention, fetch),
         _padded_inputs(packing, fetch, attention + "o_proj", config.head_dim, config.output_bias),
-        _gate_up(packing, config, mlp, fetch),
-        _padded_inputs(packing, fetch, mlp + "down_proj", config.intermediate_size, config.mlp_bias),
+        *_mlp(packing, config, prefix, fetch, experts is not None),
         query_norm=norm("self_attn.q_norm", config.head_norm),
         key_norm=norm("self_attn.k_norm", config.head_norm),
         rotates=config.rotates(number),
@@ -165,11 +168,15 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch)
         window=config.window(number) or 0,
         attention_output_norm=norm(gemma.ATTENTION_NORM, config.sandwich_norms),
         mlp_output_norm=norm(gemma.MLP_OUTPUT_NORM, config.sandwich_norms),
+        experts=experts,
+        sinks=fetch(attention + "sinks").tolist() if config.sinks else [],
         **({"token_norm": norm("input_layernorm", True)} if config.takes_features else {}),
     )
+    layer.is_causal = config.is_causal(number)
+    return layer
 
 
-def _load_recurrent_layer(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
+def _load_recurrent_layer(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch, experts: Any) -> Any:
     """Build a layer with a delta net or a short convolution."""
     sizes, norms = (
         config.recurrence,
@@ -193,8 +200,8 @@ def _load_recurrent_layer(packing: Packing, config: LlamaConfig, prefix: str, fe
         *norms,
         _stacked(packing, fetch, [f"{part}in_proj{name}" for name in inputs]),
         _padded_inputs(packing, fetch, part + "out_proj", chunk, False),
-        _gate_up(packing, config, prefix + "mlp.", fetch),
-        _padded_inputs(packing, fetch, prefix + "mlp.down_proj", config.intermediate_size, config.mlp_bias),
+        *_mlp(packing, config, prefix, fetch, experts is not None),
+        experts=experts,
         **weights,
     )
 
@@ -217,9 +224,16 @@ def _norm(config: LlamaConfig, fetch: Fetch, name: str) -> np.ndarray:
     return fetch(name + ".weight") + np.float32(config.norm_offset)
 
 
-def padded_mlp_width(kernels: Any, config: LlamaConfig) -> int:
-    """Return the MLP's width in whole groups; the added channels compute silu(0) * 0."""
-    return -(-config.intermediate_size // kernels.GROUP) * kernels.GROUP
+def padded_width(kernels: Any, width: int) -> int:
+    """Return an MLP's width in whole groups; the added channels compute silu(0) * 0."""
+    return -(-width // kernels.GROUP) * int(kernels.GROUP)
+
+
+def interleaved(kernels: Any, parts: Sequence[np.ndarray], width: int, missing: int = 0) -> np.ndarray:
+    """Return 16 rows of the first part, 16 of the second, and so on, each padded with `missing` to `width` rows."""
+    padded = [_padded(part, 0, width - len(part), missing) for part in parts]
+    both = np.stack([part.reshape(-1, kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
+    return both.reshape(len(parts) * width, *parts[0].shape[1:])
 
 
 def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
@@ -250,37 +264,44 @@ def _padded_inputs(packing: Packing, fetch: Fetch, name: str, chunk: int, has_bi
     return packing.of_floats(padded.reshape(len(weight), -1), bias)
 
 
-def _gate_up(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
-    """Pack 16 gates, then the 16 ups that they gate, and so on, so that both are in one panel."""
-    width = padded_mlp_width(packing.kernels, config)
-
-    def interleaved(parts: Sequence[np.ndarray]) -> np.ndarray:
-        padded = [_padded(part, 0, width - len(part)) for part in parts]
-        both = np.stack([part.reshape(-1, packing.kernels.LANES, *part.shape[1:]) for part in padded], axis=1)
-        return both.reshape(2 * width, *parts[0].shape[1:])
-
-    names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
-    bias = interleaved([fetch(name + ".bias") for name in names]).tolist() if config.mlp_bias else []
+def _mlp(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch, has_experts: bool) -> tuple[Any, Any]:
+    """Return the matrices of an MLP, or of the shared expert, None without one: 16 gates, then the 16 ups that they
+    gate, and so on, so that both are in one panel; then the outputs."""
+    width, has_bias, part = config.intermediate_size, config.mlp_bias, prefix + "mlp."
+    if has_experts:
+        assert config.experts is not None
+        width, has_bias, part = config.experts.shared_width, False, prefix + "mlp.shared_expert."
+        if not width:
+            return None, None
+    padded = padded_width(packing.kernels, width)
+    names = [f"{part}{name}_proj" for name in ("gate", "up")]
+    biases = [fetch(name + ".bias") for name in names] if has_bias else []
+    bias = interleaved(packing.kernels, biases, padded).tolist() if biases else []
     found = fetch.layer_matrices(packing, *(name + ".weight" for name in names))
-    packed = interleave_stored(packing, found.blocks, width, bias, fetch.rounded) if found.blocks else None
-    return packed or packing.of_floats(interleaved(found.floats()), bias)
+    packed = interleave_stored(packing, found.blocks, padded, bias, fetch.rounded) if found.blocks else None
+    if not packed:
+        packed = packing.of_floats(interleaved(packing.kernels, found.floats(), padded), bias)
+    return packed, _padded_inputs(packing, fetch, part + "down_proj", width, has_bias)
 
 
-def _padded(weight: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """Append `count` zeros along an axis; mostly none are needed, and the same array is returned."""
+def _padded(weight: np.ndarray, axis: int, count: int, missing: int = 0) -> np.ndarray:
+    """Append `count` times `missing` along an axis; mostly none are needed, and the same array is returned."""
     if not count:
         return weight
-    return np.pad(weight, [(0, count if place == axis else 0) for place in range(weight.ndim)])
+    widths = [(0, count if place == axis else 0) for place in range(weight.ndim)]
+    return np.pad(weight, widths, constant_values=missing)
 
 
-def matrix_of_rows(packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None) -> Any:
-    """Pack a matrix without a bias, or only some of its rows."""
+def matrix_of_rows(
+    packing: Packing, fetch: Fetch, name: str, rows: np.ndarray | None = None, bias: Sequence[float] = ()
+) -> Any:
+    """Pack a matrix, or only some of its rows."""
     found = fetch.matrices(name)
     if found.blocks:
         part = found.blocks[0] if rows is None else replace(found.blocks[0], order=found.blocks[0].order[rows])
-        return stack_stored(packing, [part], [], fetch.rounded)
+        return stack_stored(packing, [part], bias, fetch.rounded)
     [weight] = found.floats()
-    return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]))
+    return packing.of_floats(weight if rows is None else np.ascontiguousarray(weight[rows]), bias)
 
 
 @dataclass(frozen=True)
@@ -341,19 +362,23 @@ def interleave_stored(
         return None
     first, orders = 0, []
     for part in parts:
-        orders.append(np.pad(part.order + first, (0, width - len(part.order)), constant_values=-1))
+        orders.append(part.order + first)
         first += len(part.data)
-    rows = np.stack([order.reshape(-1, packing.kernels.LANES) for order in orders], axis=1).reshape(-1)
+    rows = interleaved(packing.kernels, orders, width, missing=-1)
     return _pack_stored(packing, parts, rows, parts[0].columns, bias=bias, rounded=rounded)
+
+
+def fits_padded(kernels: Any, part: StoredMatrix, chunk: int) -> bool:
+    """Return whether every `chunk` inputs can be padded to whole groups without cutting a block."""
+    unit = kernels.FORMATS.get(part.kind, 1)  # values in a block; 1 for floats
+    return not chunk % kernels.GROUP or not (unit > kernels.GROUP or chunk % unit)
 
 
 def pad_stored(packing: Packing, part: StoredMatrix, chunk: int, bias: Sequence[float], rounded: bool) -> Any:
     """Pack a matrix with every `chunk` inputs padded to whole groups; None if a block would have to be cut."""
-    padding = -chunk % packing.kernels.GROUP
-    unit = packing.kernels.FORMATS.get(part.kind, 1)  # values in a block; 1 for floats
-    if padding and (unit > packing.kernels.GROUP or chunk % unit):
+    if not fits_padded(packing.kernels, part, chunk):
         return None
-    inputs = part.columns // chunk * (chunk + padding)
+    inputs = part.columns // chunk * padded_width(packing.kernels, chunk)
     return _pack_stored(packing, [part], part.order, inputs, chunk=chunk, bias=bias, rounded=rounded)
 
 

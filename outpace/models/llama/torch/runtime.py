@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,6 @@ class Llama(Model):
     """A Llama-family model. Sessions are independent; call `score` from one thread at a time."""
 
     capabilities = frozenset(Capability)
-    session_type: type[LlamaSession] = LlamaSession
     exact_where = "only for float32, for bfloat16 where this CPU's products keep a row's bits, or with graphs"
 
     def __init__(
@@ -137,6 +137,11 @@ class Llama(Model):
         return int(total - missing * self.config.hidden_size) * self.dtype.itemsize
 
     @property
+    def output_bytes(self) -> int:
+        """Bytes of the output layer."""
+        return self.config.vocab_size * self.config.hidden_size * self.dtype.itemsize
+
+    @property
     def reduced_output(self) -> ReducedOutput | None:
         if self._reduced is None:
             return None
@@ -188,7 +193,31 @@ class Llama(Model):
     def open(self, capacity: int, max_pending: int) -> LlamaSession:
         capacity = min(capacity, self.max_positions)
         self._rope.grow_to(min(capacity + max_pending, self.max_positions))
-        return self.session_type(capacity, max_pending, self.config, self._kv_format, self.device)
+        return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device)
+
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        return self._embed(to_device(tokens, np.int64, self.device))
+
+    def limit_window(self, tokens: int) -> None:
+        windows = [min(self.config.window(layer) or tokens, tokens) for layer in range(self.num_layers)]
+        self.config, self._windows = replace(self.config, windows=tuple(windows)), {*windows}
+
+    @torch.inference_mode()
+    def store_inputs(self, parts: Sequence[Part], products: Sequence[Normed]) -> None:
+        """Store the keys and values of the parts' inputs in every layer, and compute nothing else.
+
+        `products`: those of `load_keys_and_values`, one for each layer.
+        """
+        first = self.config.num_heads
+        for part in parts:
+            rows = SessionRows(part, 0, self.max_positions - 1, (), self.device)
+            factors = self._rope(to_device(rows.positions, np.int64, self.device))
+            inputs = rows.inputs.to(self.device, self.dtype)
+            for number, product in enumerate(products):
+                both, norm = self._apply_normed(product, inputs), self._layers[number].head_norm
+                both = both if norm is None else self._norm_heads(both, norm[first:])
+                turns = factors[self.config.rotation(number)][:, first:]
+                self._store(number, rows, self._attention[number].prepare(both, turns))
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Self:
         other = copy(self)
@@ -231,7 +260,11 @@ class Llama(Model):
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the first layer's input: [rows, hidden]"""
         x = F.embedding(tokens, self.embedding)
-        return x if self.config.embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+        x = x if self.config.embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+        if not self.config.takes_features:
+            return x
+        self._embedded = x  # for the first layer, whose residual starts from the inputs in place of these zeros
+        return torch.zeros_like(x)
 
     def _layer(self, number: int, x: Tensor, factors: RopeFactors, sessions: Sequence[SessionRows]) -> Tensor:
         """Apply one layer: attention and MLP, each added to the residual. [rows, hidden] to [rows, hidden]"""
@@ -281,7 +314,13 @@ class Llama(Model):
         return self._attention[number].prepare(qkv, factors[self.config.rotation(number)])
 
     def _qkv_product(self, number: int, x: Tensor) -> Tensor:
-        return self._apply_normed(self._layers[number].qkv, x)
+        layer, config = self._layers[number].qkv, self.config
+        if number or (config.norms_features and not config.takes_features):
+            return self._apply_normed(layer, x)
+        if not config.takes_features:
+            return self._apply(layer.linear, x)
+        both = torch.cat([self._norm(self._embedded, None), self._norm(x, None) if config.norms_features else x], -1)
+        return self._apply(layer.linear, both if layer.norm is None else (both * layer.norm).to(x.dtype))
 
     def _mlp(self, number: int, x: Tensor, sessions: Sequence[SessionRows] = ()) -> Tensor:
         layer = self._layers[number]
@@ -318,7 +357,13 @@ class Llama(Model):
 
     def _view(self, number: int, rows: SessionRows) -> WindowView:
         """Return what a session's rows see in a layer."""
-        return rows.views[self.config.window(number)]
+        view, count = rows.views[self.config.window(number)], rows.rows.stop - rows.rows.start
+        if not self.config.is_causal(number):
+            return view
+        later = torch.full((count, count), -torch.inf, dtype=torch.float64, device=self.device).triu(1)
+        mask = later.new_zeros(count, count) if view.mask is None else view.mask.clone()
+        mask[:, -count:] += later
+        return view._replace(mask=mask)
 
     def _encode(self, new: Tensor) -> Tensor:
         return self._kv_format.encode(new)
@@ -354,8 +399,8 @@ class Llama(Model):
         return logits[:, : self.vocab_size]
 
     def _norm_output(self, x: Tensor) -> Tensor:
-        """Apply the final norm."""
-        return self._norm(x, self._head.norm)
+        """Apply the final norm, if there is one."""
+        return self._norm(x, self._head.norm) if self.config.norms_output else x
 
     def _no_logits(self) -> Tensor:
         return self.embedding.new_empty(0, self.vocab_size, dtype=self.score_dtype)

@@ -1,20 +1,23 @@
-"""Comparisons of each fast path with a slow one on the measured device; bench/gpu.py runs them first."""
+"""Comparisons of captured passes with the slow runtime on one device, in float and in exact mode."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outpace.api.llm import LLM
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+from gpu import CHECKED, Row, captured, kinds, random_weights
+
 from outpace.core.errors import UserError
-from outpace.core.noise import unavailable_reason
 from outpace.core.tree import PREFIX
 from outpace.models.base import Part, chain
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.cuda.runtime import ExactGraphLlama, GraphLlama
 from outpace.models.llama.torch.runtime import Llama
 
@@ -25,52 +28,6 @@ TOLERANCE = {
     torch.bfloat16: 1e-1,
 }  # relative to the largest logit
 NODES = 24
-CHECKED = LlamaConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_positions=2048,
-    tie_embeddings=True,
-    attention_bias=False,
-    mlp_bias=False,
-)
-Row = dict[str, Any]
-
-
-def random_weights(config: LlamaConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """Weights of a random model by name, made where they are to lie; the same whatever was asked for before."""
-    shapes = tensor_shapes(config)
-    names = list(shapes)
-
-    def tensor(name: str) -> Tensor:
-        generator = torch.Generator(device).manual_seed(names.index(name))
-        made = torch.randn(shapes[name], generator=generator, device=device, dtype=dtype)
-        return made * shapes[name][-1] ** -0.5 if len(shapes[name]) > 1 else 1 + 0.1 * made
-
-    return tensor
-
-
-def kinds(device: str, is_eager: bool = False) -> tuple[str, ...]:
-    """Return the kinds of attention that captured passes support on this device."""
-    is_fused = not is_eager and torch.device(device).type == "cuda" and unavailable_reason(torch.device(device)) is None
-    return ("matmul", "fused") if is_fused else ("matmul",)
-
-
-def captured(kind: str, *given: Any, **more: Any) -> GraphLlama:
-    """Build a captured model with this kind of attention. Raise AssertionError if its kernels fail."""
-    if kind != "fused":
-        return GraphLlama.from_tensors(*given, **more)
-    from outpace.models.llama.cuda.fused_runtime import FusedLlama  # imports Triton
-
-    model = FusedLlama.from_tensors(*given, **more)
-    assert isinstance(model, FusedLlama), model.notice
-    return model
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -165,52 +122,3 @@ def _rows(label: str, model: GraphLlama, twin: Llama) -> list[Row]:
         compared(f"keys and values after keep ({label})", kept.dtype, kept, fresh.read(len(text))),
         compared(f"batch against one by one ({label})", dtype, batch, one_by_one),
     ]
-
-
-def of_texts(llm: LLM, prompts: Sequence[str], count: int, method: str = "") -> list[Row]:
-    """Compare texts with those of plain decoding; without exact mode near ties may flip."""
-    found, label = [], f"{method} against plain decoding" if method else "text against plain decoding"
-    asked = asked_of(llm.target, prompts)
-    for sampling in _samplings(count):
-        plain = llm.generate(asked, plain=True, **sampling)
-        found.append(_alike(label, llm.target, sampling, plain, llm.generate(asked, **sampling)))
-    return found
-
-
-def of_plain(target: Any, slow: Any, prompts: Sequence[str], count: int) -> list[Row]:
-    """Compare plain decoding by captured passes with plain decoding by the runtime without captures."""
-    found = []
-    with LLM(target, None, method="autoregressive") as ours, LLM(slow, None, method="autoregressive") as other:
-        for sampling in _samplings(count):
-            texts = [llm.generate(asked_of(target, prompts), **sampling) for llm in (other, ours)]
-            found.append(_alike("captured passes against uncaptured ones", target, sampling, *texts))
-    return found
-
-
-def asked_of(target: Any, prompts: Sequence[str]) -> list[Any]:
-    """Format prompts as chats if the tokenizer has a template."""
-    if not getattr(target.tokenizer, "has_template", False):
-        return list(prompts)
-    return [[{"role": "user", "content": prompt}] for prompt in prompts]
-
-
-def _samplings(count: int) -> list[dict[str, Any]]:
-    return [{"max_tokens": count, "temperature": temperature, "seed": 1} for temperature in (0.0, 0.8)]
-
-
-def _alike(label: str, target: Any, sampling: dict[str, Any], plain: Sequence[Any], ours: Sequence[Any]) -> Row:
-    """Count differing answers per million tokens written up to the first difference."""
-    written = differing = 0
-    for one, other in zip(plain, ours, strict=True):
-        same = next(
-            (n for n, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None
-        )
-        written += len(one.tokens) if same is None else same + 1
-        differing += same is not None
-    mode = f"{target.precision}{', exact' if target.model.exact else ''}"
-    return {
-        "check": f"{label}, temperature {sampling['temperature']:g} ({mode})",
-        "differing_per_million": 1e6 * differing / written,
-        "tokens": written,
-        "passed": differing == 0 or not (target.model.exact or target.precision == "float32"),
-    }
