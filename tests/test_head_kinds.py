@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,9 +203,9 @@ WRITERS: dict[str, Callable[[Path], Path | str]] = {  # heads of random weights
 }
 
 
-def cases(field: str) -> Iterator[tuple[str, str]]:
-    """Yield every kind with each of its variants, layouts or mistakes."""
-    return ((kind, one) for kind, its in KINDS.items() for one in getattr(its, field))
+def cases(field: str) -> list[tuple[str, str]]:
+    """Return every kind with each of its variants, layouts or mistakes."""
+    return [(kind, one) for kind, its in KINDS.items() for one in getattr(its, field)]
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,14 @@ class HeadSession:
         return getattr(self.stored, name)
 
     @property
+    def length(self) -> int:  # faster than `__getattr__`, and often asked for
+        return self.stored.length
+
+    @property
+    def pending(self) -> int:
+        return self.stored.pending
+
+    @property
     def features(self) -> Any:
         if self._hidden:
             rows = self._fuse(join_rows(self._hidden, 1))
