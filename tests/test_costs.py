@@ -33,8 +33,8 @@ def costs_of(*rounds: tuple[int, float], samples: int = 2, requests: int = 1) ->
 
 
 def record_rounds(costs: CostModel, rows: int, seconds: float, samples: int = 2, requests: int = 1) -> None:
-    """Record timed rounds; one more comes before them, since a round after one of the other kind is not timed."""
-    costs._was_plain = rows <= requests
+    """Record timed rounds, as if others of their kind had come before them, without which they are not timed."""
+    costs._num_plain = 1000 if rows <= requests else 0
     for _ in range(samples):
         costs.record_round(requests, rows, requests, seconds, 0.0)
 
@@ -49,6 +49,55 @@ def test_outliers_do_not_move_the_time_of_a_pass() -> None:
     slow = costs_of((2, 6.0), (8, 60.0), samples=1)
     record_rounds(slow, 2, 6.0)
     assert 6.0 < slow.pass_seconds(8) < 8.2, "one slow sample does not make a row count expensive"
+
+
+def test_a_pass_takes_longer_with_more_tokens_in_the_texts() -> None:
+    """A pass takes 5 ms, and 2 us for each token: what was timed with short texts holds for long ones, of both kinds,
+    and what was timed with long texts for short ones."""
+    costs, chance = CostModel(), Random(0)
+    for number in range(160):
+        tokens = 100 + 5 * number if number % 2 else chance.randrange(100, 900)
+        costs.set_context(tokens)
+        rows = 4 if number % 40 < 25 else 8
+        seconds = 0.005 + 0.001 * (rows - 4) / 4 + 2e-6 * tokens
+        record_rounds(costs, rows, seconds * (3.0 if number % 13 == 7 else 1.0), samples=1, requests=4)
+    for tokens in (0, 1000, 3000):
+        costs.set_context(tokens)
+        assert costs.plain_seconds(4) == pytest.approx(0.005 + 2e-6 * tokens, rel=0.08)
+        assert costs.pass_seconds(8) == pytest.approx(0.006 + 2e-6 * tokens, rel=0.08)
+
+
+def test_tokens_that_cost_nothing_change_no_time() -> None:
+    costs, chance = CostModel(), Random(1)
+    for _ in range(64):
+        costs.set_context(chance.randrange(10, 1000))
+        record_rounds(costs, 1, 0.01, samples=1)
+    costs.set_context(5000)
+    assert costs.plain_seconds(1) == pytest.approx(0.01, rel=0.01)
+
+
+@pytest.mark.parametrize(("seconds", "settling"), [(0.004, 20), (0.02, 4), (1.0, 1)])
+def test_plain_decoding_is_timed_when_it_has_settled(seconds: float, settling: int) -> None:
+    """After drafts passes of plain decoding take twice as long for a while."""
+    costs = costs_of((1, seconds), (4, 2 * seconds))
+    for number in range(settling + 2):
+        costs.record_round(1, 1, 1, seconds * (2.0 if number < settling else 1.0), 0.0)
+    assert costs.plain_seconds(1) == pytest.approx(seconds, rel=0.01)
+
+
+def test_timing_plain_decoding_again_costs_little_of_the_time() -> None:
+    """With drafts twice as fast, half a percent; with drafts that are hardly faster, more often."""
+    shares = []
+    for tokens in (2, 1.02):
+        costs, plain = costs_of((1, 0.1), samples=4), 0
+        for _ in range(4000):
+            costs.begin_round(None)
+            is_plain = costs.needs_plain_round(1)
+            plain += is_plain
+            costs.record_round(1, 1 if is_plain else 3, 1 if is_plain else tokens, 0.1, 0.0)  # type: ignore[arg-type]
+        shares.append(plain / 4000)
+    assert 0.002 < shares[0] < 0.008
+    assert 0.1 < shares[1] < 0.25
 
 
 def test_times_between_known_rows_are_interpolated_and_never_fall() -> None:

@@ -206,7 +206,7 @@ def test_a_draft_that_fails_is_tried_less_and_less() -> None:
 def test_a_few_bad_rounds_do_not_end_a_draft_that_pays() -> None:
     """Half of what is proposed is right, in runs of four as in text: it drafts in nearly every round."""
     world = World(0.5, lambda place: place // 4 * 7919 % 13 < 7, step=0.8)
-    assert world.run(600) > 1.15
+    assert world.run(600) > 1.19
     assert world.asked > 0.9 * world.costs.num_rounds
 
 

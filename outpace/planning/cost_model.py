@@ -129,7 +129,7 @@ class CostModel:
         self._tokens = tokens
 
     def end_round(self, requests: int, rows: int, drafting: DraftTimes, seconds: float, end: float) -> None:
-        """End a round, before it is recorded. A plain round after one with drafts says nothing: it may pay for that."""
+        """End a round, before it is recorded. A plain round soon after drafts says nothing: it may pay for them."""
         if not drafting.steps and (rows > requests or self._num_plain < self._settling_rounds(requests)):
             return
         excess = drafting.seconds - drafting.expected
@@ -142,16 +142,15 @@ class CostModel:
         self, requests: int, rows: int, tokens: int, seconds: float, drafting: float, every: bool = False
     ) -> None:
         """Record a round in which all requests together wrote `tokens`, with `drafting` seconds of it before the pass.
-        Unless `every` round is timed, it is only if the one before was of its kind: drafts may cost time later."""
+        Unless `every` round is timed, it is only after others of its kind: drafts may cost time later."""
         self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
         is_plain, taken = rows <= requests, seconds - drafting
         if self._context.learn(rows, self._tokens, taken):
             self._plain.clear_caches()
             self._drafted.clear_caches()
-        if is_plain and (
-            every or self._num_plain >= self._settling_rounds(requests) or not self._plain.is_timed(requests)
-        ):
+        is_settled = self._num_plain >= self._settling_rounds(requests) or not self._plain.is_timed(requests)
+        if is_plain and (every or is_settled):
             self._plain.learn(requests, taken, self._tokens)
             self._plain_rounds[requests] = self._round
             self._drafted.clear_caches()
@@ -167,8 +166,8 @@ class CostModel:
 
     def needs_plain_round(self, requests: int) -> bool:
         """Return whether all requests should run a round of plain decoding: until it was timed for this many requests,
-        and then in two rounds in a row, as often as costs a share of the time. The first of two may pay for drafts
-        before it, and rounds in the same passes as another request's prompt are not timed."""
+        and then in several rounds in a row, as often as costs a share of the time. The first of these may pay for
+        drafts before them, and rounds in the same passes as another request's prompt are not timed."""
         number = self._round
         if number >= self._plain_until:
             age = number - self._plain_rounds.setdefault(requests, number)
