@@ -301,10 +301,10 @@ class RecurrentPass:
             given = (part[chain].split(READ_TOGETHER) for part in (query, keys, value, decay, beta))
             state, start = heads[number], chain.start
             for parts in zip(*given, strict=True):
-                rows = slice(start, start := start + len(parts[0]))
-                out[rows], deltas[rows] = _read_chain(state, *parts)
+                place = slice(start, start := start + len(parts[0]))
+                out[place], deltas[place] = _read_chain(state, *parts)
                 if start < chain.stop:
-                    state = advanced_by_chain(state, parts[3], parts[1], deltas[rows])
+                    state = advanced_by_chain(state, parts[3], parts[1], deltas[place])
         return out, deltas[: len(value)]
 
 
