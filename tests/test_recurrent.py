@@ -199,16 +199,16 @@ def test_a_part_of_a_chain_may_be_kept(pairs: Callable[[str], Pair], chains: lis
 
 
 def test_trees_are_walked_beside_chains(pairs: Callable[[str], Pair], chains: list[int]) -> None:
-    """A pass of a prompt, of a tree as large, and of late nodes of a chain, whose session has other pending nodes."""
+    """A pass of a prompt, of a tree as large, and of late nodes, the last at the depth of a chain as long."""
     model, exact = read(Checkpoint.open(pairs("grouped").folder), exact=False), pairs("grouped").model
     prompt, tree, late = (model.open(100, 100) for _ in range(3))
     model.score([chain(late, TEXT[:10]), chain(tree, TEXT[:3])])
     assert not chains
-    parents = [PREFIX, *range(18), PREFIX]  # a branch of 19 nodes, and a node beside it
+    parents = [PREFIX, *range(18), PREFIX]  # a branch of 19 nodes, and a node next to it
     parts = [
         Part(tree, TEXT[3:23], parents, range(20), range(3)),
         chain(prompt, TEXT[:20], range(20)),
-        Part(late, TEXT[10:30], range(9, 29), range(20)),
+        Part(late, TEXT[10:30], [PREFIX] * 10 + [9, *range(20, 29)], range(20)),
     ]
     got = model.score(parts)
     assert chains == [20] * 3  # of the prompt, in three layers
@@ -216,7 +216,8 @@ def test_trees_are_walked_beside_chains(pairs: Callable[[str], Pair], chains: li
     near(got[:19], whole[3:22])
     near(got[19:20], in_parts(exact, [*TEXT[:3], TEXT[22]], (4,))[-1:])
     near(got[20:40], whole[:20])
-    near(got[40:], whole[10:])
+    near(got[40:50], torch.cat([in_parts(exact, [token], (1,)) for token in TEXT[10:20]]))
+    near(got[50:], in_parts(exact, TEXT[:10] + TEXT[20:30], (20,))[10:])
 
 
 class Trees(RuleBasedStateMachine):
