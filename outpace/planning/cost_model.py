@@ -146,9 +146,7 @@ class CostModel:
         self.last_pass_seconds = seconds - drafting
         self.exploration.advance(seconds - drafting)
         is_plain, taken = rows <= requests, seconds - drafting
-        self._context.learn(rows, self._tokens, taken)
-        if self._round % READ_EVERY == 0:
-            self._context.fit()
+        if self._context.learn(rows, self._tokens, taken):
             self._plain.clear_caches()
             self._drafted.clear_caches()
         if is_plain and (

@@ -26,7 +26,7 @@ STALE = 96  # rounds after which a row count is measured again, and times of mor
 _LEVELS = 8  # levels whose acceptance is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
 READ_EVERY = 4  # rounds after which medians are read again
-_CONTEXT_FADE = 0.99  # weight of the past; within a hundred rounds texts begin and end
+_CONTEXT_WINDOW, _FIT_EVERY = 256, 16  # passes; within a few hundred texts begin and end
 _FIRST = 4  # nodes that may be verified before any time is known
 _ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
@@ -36,31 +36,31 @@ Point = tuple[int, float]
 class ContextCost:
     """How much longer a pass takes for each token in the texts of all requests, whose keys and values it reads.
 
-    Least squares of relative errors, so that a pass that was delayed has little weight: seconds = fixed + each * rows +
-    `slope` * tokens.
+    Least squares of relative errors over the latest passes, so that one that was delayed has little weight:
+    seconds = fixed + each * rows + `slope` * tokens.
     """
 
     def __init__(self) -> None:
-        self._known = np.zeros((3, 4))  # decayed sums of x x^T and of x, where x . (fixed, each, slope) should be 1
-        self._last: tuple[int, int, float] | None = None
+        self._passes: deque[tuple[int, int, float]] = deque(maxlen=_CONTEXT_WINDOW)  # rows, tokens, seconds
+        self._num_learnt = 0
         self.slope = 0.0
 
-    def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """Add a pass."""
+    def learn(self, rows: int, tokens: int, seconds: float) -> bool:
+        """Add a pass; return whether the slope was fitted anew."""
         if seconds > 0.0:
-            x = np.array([1.0, rows, tokens]) / seconds
-            self._known = _CONTEXT_FADE * self._known + np.outer(x, np.append(x, 1.0))
-            self._last = rows, tokens, seconds
+            self._passes.append((rows, tokens, seconds))
+            self._num_learnt += 1
+        if not self._passes or self._num_learnt % _FIT_EVERY:
+            return False
+        self.slope = self._fitted()
+        return True
 
-    def fit(self) -> None:
-        """Fit the slope to all passes. Two more are assumed whose times do not depend on their tokens, nor on their
-        rows."""
-        if self._last is None:
-            return
-        rows, tokens, seconds = self._last
-        x = np.array([[1.0, rows, tokens], [1.0, rows, 0.0], [1.0, 0.0, tokens]]) / seconds
-        sums = self._known + x.T @ np.column_stack([x, np.ones(len(x))])
-        self.slope = max(float(np.linalg.lstsq(sums[:, :3], sums[:, 3])[0][2]), 0.0)
+    def _fitted(self) -> float:
+        """Return the slope. Two more passes are assumed, whose times depend neither on rows nor on tokens."""
+        rows, tokens, seconds = self._passes[-1]
+        passes = np.array([*self._passes, (rows, 0, seconds), (0, tokens, seconds)])
+        relative = np.column_stack([np.ones(len(passes)), passes[:, :2]]) / passes[:, 2:]
+        return max(float(np.linalg.lstsq(relative, np.ones(len(passes)))[0][2]), 0.0)
 
 
 class RollingTimes:
