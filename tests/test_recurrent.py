@@ -23,6 +23,7 @@ from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf.source import GgufCheckpoint, convert
 from outpace.models.llama.config.llama_config import from_dict
 from outpace.models.llama.config.recurrence import USUAL_NODES
+from outpace.models.llama.torch import recurrent as runtime_layers
 from outpace.models.llama.torch.runtime import Llama
 from outpace.models.load import load_model
 
@@ -57,6 +58,14 @@ def read(source: Any, **options: Any) -> Llama:
 def one_by_one(model: Llama, text: list[int]) -> Tensor:
     session = model.open(len(text) + 1, 4)
     rows = [model.score([chain(session, [token], [0], [0] if at else [])]) for at, token in enumerate(text)]
+    return torch.cat(rows)
+
+
+def in_parts(model: Llama, text: list[int], sizes: tuple[int, ...]) -> Tensor:
+    session, kept, rows, start = model.open(len(text), 150), 0, [], 0
+    for count in sizes:
+        rows.append(model.score([chain(session, text[start : start + count], range(count), range(kept))]))
+        start, kept = start + count, count
     return torch.cat(rows)
 
 
@@ -137,11 +146,78 @@ def test_prompts_in_any_chunks_give_the_bits_of_single_tokens(pairs: Callable[[s
     expected = one_by_one(model, TEXT)
     assert model.exact
     for sizes in ((70,), (1, 2, 67), (33, 4, 33)):
-        session, kept, rows, start = model.open(100, 100), 0, [], 0
-        for count in sizes:
-            rows.append(model.score([chain(session, TEXT[start : start + count], range(count), range(kept))]))
-            start, kept = start + count, count
-        assert torch.equal(torch.cat(rows), expected)
+        assert torch.equal(in_parts(model, TEXT, sizes), expected)
+
+
+def near(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got[:64], expected[:64], atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)  # as of transformers
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of the lengths of chains that are computed by products, in reading and in folding."""
+    lengths: list[int] = []
+    for name, place in (("_read_chain", 1), ("advanced_by_chain", 2)):
+        compute = getattr(runtime_layers, name)
+
+        def note(*given: Tensor, compute: Any = compute, place: int = place) -> Any:
+            lengths.append(given[place].shape[-3])
+            return compute(*given)
+
+        monkeypatch.setattr(runtime_layers, name, note)
+    return lengths
+
+
+@pytest.mark.parametrize("sizes", [(140,), (50, 64, 26), (16, 15, 109), (1, 64, 64, 11)], ids=str)
+@pytest.mark.parametrize("name", ["equal", "grouped", "wide", "next"])
+def test_chains_of_prompts_are_computed_by_products_without_exact_mode(
+    pairs: Callable[[str], Pair], chains: list[int], name: str, sizes: tuple[int, ...]
+) -> None:
+    """All logits and the state after the text are those of the exact walk, which has no products."""
+    model, exact = read(Checkpoint.open(pairs(name).folder), exact=False), pairs(name).model
+    text = TEXT * 2
+    expected = in_parts(exact, [*text, 7], (*sizes, 1))
+    assert not chains
+    near(in_parts(model, [*text, 7], (*sizes, 1)), expected)
+    assert {*chains} <= {*sizes, 64, *(size % 64 for size in sizes)}
+    assert min(chains) >= min(12, runtime_layers.MIN_CHAIN)
+    assert max(chains) == max(sizes)  # a fold is one product
+
+
+def test_a_part_of_a_chain_may_be_kept(pairs: Callable[[str], Pair], chains: list[int]) -> None:
+    """The stash of a chain folds in parts, into the state that the walk of the same nodes would leave."""
+    model, exact = read(Checkpoint.open(pairs("grouped").folder), exact=False), pairs("grouped").model
+    for kept in (0, 5, 15, 16, 40):
+        session = model.open(100, 100)
+        model.score([chain(session, TEXT[:60])])
+        session.keep(range(kept), range(kept, 60) if kept == 40 else ())
+        text = TEXT[:60] if kept == 40 else TEXT[:kept]
+        part = Part(session, [7, 8], [19, 20], [0, 1]) if kept == 40 else chain(session, [7, 8], [0, 1])
+        near(model.score([part]), in_parts(exact, [*text, 7, 8], (len(text) + 2,))[-2:])
+    assert {60, 40, 16} == {*chains}
+
+
+def test_trees_are_walked_beside_chains(pairs: Callable[[str], Pair], chains: list[int]) -> None:
+    """A pass of a prompt, of a tree as large, and of late nodes, the last at the depth of a chain as long."""
+    model, exact = read(Checkpoint.open(pairs("grouped").folder), exact=False), pairs("grouped").model
+    prompt, tree, late = (model.open(100, 100) for _ in range(3))
+    model.score([chain(late, TEXT[:10]), chain(tree, TEXT[:3])])
+    assert not chains
+    parents = [PREFIX, *range(18), PREFIX]  # a branch of 19 nodes, and a node next to it
+    parts = [
+        Part(tree, TEXT[3:23], parents, range(20), range(3)),
+        chain(prompt, TEXT[:20], range(20)),
+        Part(late, TEXT[10:30], [PREFIX] * 10 + [9, *range(20, 29)], range(20)),
+    ]
+    got = model.score(parts)
+    assert chains == [20] * 3  # of the prompt, in three layers
+    whole = in_parts(exact, TEXT[:30], (30,))
+    near(got[:19], whole[3:22])
+    near(got[19:20], in_parts(exact, [*TEXT[:3], TEXT[22]], (4,))[-1:])
+    near(got[20:40], whole[:20])
+    near(got[40:50], torch.cat([in_parts(exact, [token], (1,)) for token in TEXT[10:20]]))
+    near(got[50:], in_parts(exact, TEXT[:10] + TEXT[20:30], (20,))[10:])
 
 
 class Trees(RuleBasedStateMachine):
@@ -409,6 +485,20 @@ def test_texts_do_not_depend_on_the_method(
     draft = options.get("draft")
     named = {"draft": files[name if draft == "own" else draft]} if draft in ("own", "equal") else {}
     assert texts(files[name], **options | named) == plain[name]
+
+
+def test_texts_do_not_depend_on_the_method_without_exact_mode(files: dict[str, str], chains: list[int]) -> None:
+    file, prompts, params = files["grouped"], [prompt * 5 for prompt in PROMPTS], SamplingParams(max_tokens=24)
+    plain = texts(file, prompts, params, method="autoregressive")
+    assert not chains
+    for options in (
+        {"method": "autoregressive"},
+        {"method": "speculative", "drafter": "ngram"},
+        {"method": "card", "draft": files["equal"], "worker": "inline"},
+    ):
+        assert texts(file, prompts, params, exact=False, **options) == plain, options
+        assert max(chains) >= 16
+        chains.clear()
 
 
 @pytest.mark.parametrize("name", ["grouped", "equal", "next", "lfm2"])

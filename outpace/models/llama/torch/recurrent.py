@@ -5,7 +5,8 @@ with the states of one level, and stashes for each node what the state needs to 
 the kept nodes in, in their order and by the operations of the walk, so the state has the bits of one-by-one decoding.
 
 Sums are halved by elementwise additions, and exponentials are computed in float64: then no bit depends on the number of
-rows, on threads or on the places of rows.
+rows, on threads or on the places of rows. Without exact mode, long chains are computed by matrix products instead, up
+to `READ_TOGETHER` nodes at once (arXiv:2406.06484), and folded by one.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.core.arrays import to_device
-from outpace.models.llama.config.recurrence import USUAL_NODES, Recurrence
+from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES, Recurrence
 
 if TYPE_CHECKING:
     from outpace.models.llama.torch.attention import SessionRows
 
 LENGTH_FLOOR = 1e-6  # added to the squares of a query or key
+MIN_CHAIN = 16  # nodes from which on a chain is computed by matrix products
+_DECAY_FLOOR = 1e-38  # its logarithm is finite
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Snapshot(NamedTuple):
 class RecurrentMemory:
     """What a session keeps for its recurrent layers: their state, and the stash of pending and of kept nodes."""
 
-    def __init__(self, sizes: Recurrence, num_layers: int, device: torch.device) -> None:
-        self.sizes, self._device, self._layers = sizes, device, num_layers
+    def __init__(self, sizes: Recurrence, num_layers: int, device: torch.device, is_exact: bool) -> None:
+        self.sizes, self._device, self._layers, self._is_exact = sizes, device, num_layers, is_exact
         self.rows: list[int] = []  # the row of each pending node in the stash
         self.folds: list[int] = []  # rows of kept nodes that the state has not taken in yet, in their order
         self.stash = torch.empty(num_layers, 0, sizes.stash_size, device=device)
@@ -102,9 +105,13 @@ class RecurrentMemory:
         last = self.stash[:, self.folds[1 - sizes.filter_length :], : sizes.channels]
         self.history = torch.cat([self.history, last], 1)[:, last.shape[1] :]
         key_heads = [sizes.key_head(head) for head in range(sizes.value_heads)]
-        for row in self.folds if sizes.is_delta_net else ():
-            _, decays, keys, deltas = split_stash(self.stash[:, row], sizes)
-            self.heads = advanced(self.heads * decays[..., None, None], keys[:, key_heads], deltas)
+        joins = not self._is_exact and len(self.folds) >= MIN_CHAIN
+        for rows in ([self.folds] if joins else [[row] for row in self.folds]) if sizes.is_delta_net else ():
+            _, decays, keys, deltas = split_stash(self.stash[:, rows], sizes)
+            if joins:
+                self.heads = advanced_by_chain(self.heads, decays, keys[:, :, key_heads], deltas)
+            else:
+                self.heads = advanced(self.heads * decays[:, 0, :, None, None], keys[:, 0, key_heads], deltas[:, 0])
         self.folds = []
         if not self.rows and self.stash.shape[1] > USUAL_NODES:
             self.stash = self.stash[:, :USUAL_NODES].clone()
@@ -122,6 +129,22 @@ def advanced(decayed: Tensor, key: Tensor, delta: Tensor) -> Tensor:
     """Add a node to a decayed state: [.., key_depth, value_depth]. Not one fused operation, whose rounding depends on
     the device."""
     return decayed.add_(key[..., :, None] * delta[..., None, :])
+
+
+def log_decays(decays: Tensor) -> Tensor:
+    """Add up the logarithms of decays along a chain: [.., nodes, heads] to float64 [.., heads, nodes]"""
+    return decays.double().clamp_min(_DECAY_FLOOR).log().cumsum(-2).mT
+
+
+def advanced_by_chain(states: Tensor, decays: Tensor, keys: Tensor, deltas: Tensor) -> Tensor:
+    """Decay states [.., value heads, key_depth, value_depth] and add a chain's nodes by one product.
+
+    `decays` [.., nodes, value heads]; `keys` and `deltas` [.., nodes, value heads, depth].
+    """
+    logs = log_decays(decays)
+    later = (logs[..., -1:] - logs).exp().float()  # how much of each node's addition is left
+    added = (keys.transpose(-3, -2) * later[..., None]).mT @ deltas.transpose(-3, -2)
+    return states * logs[..., -1].exp().float()[..., None, None] + added
 
 
 def halved_sum(x: Tensor, dim: int) -> Tensor:
@@ -160,7 +183,7 @@ Node = tuple[int, int]  # the number of a session, and its pending node
 class RecurrentPass:
     """How a forward pass walks its sessions' trees; the same for all layers. Creating it folds the kept nodes."""
 
-    def __init__(self, sizes: Recurrence, parts: Sequence[SessionRows], device: torch.device) -> None:
+    def __init__(self, sizes: Recurrence, parts: Sequence[SessionRows], device: torch.device, is_exact: bool) -> None:
         self.sizes = sizes
         self._key_heads = [sizes.key_head(head) for head in range(sizes.value_heads)]
         sessions = list(dict.fromkeys(part.session for part in parts))
@@ -196,7 +219,13 @@ class RecurrentPass:
         self.num_rows = len(rows)
         taps = [self._taps_of(number, path, rows, places, starts[number]) for (number, _), path in paths.items()]
         self._taps = to_device(taps, np.int64, device)
-        self._levels = list(_levels(parents, rows, places, len(sessions), device)) if sizes.is_delta_net else []
+        self._chains: dict[int, slice] = {}  # rows of the sessions without a walk
+        for part in () if is_exact else parts:
+            count, depths = len(part.visible), part.session.pending_depths
+            if count >= MIN_CHAIN and count == len(depths) == depths[-1] + 1:  # all that is pending
+                self._chains[sessions.index(part.session)] = part.rows
+        walked = {node: parent for node, parent in parents.items() if node[0] not in self._chains}
+        self._levels = list(_levels(walked, rows, places, len(sessions), device)) if sizes.is_delta_net else []
 
     def _taps_of(
         self, number: int, path: Sequence[int], rows: dict[Node, int], places: dict[Node, int], start: int
@@ -268,6 +297,14 @@ class RecurrentPass:
             deltas[rows] = (value[rows] - found) * beta[rows][..., None]
             states = advanced(states, keys[level.nodes], deltas[level.nodes])
             out[rows] = _read(states if new is None else states[new], query[rows])
+        for number, chain in self._chains.items():
+            given = (part[chain].split(READ_TOGETHER) for part in (query, keys, value, decay, beta))
+            state, start = heads[number], chain.start
+            for parts in zip(*given, strict=True):
+                place = slice(start, start := start + len(parts[0]))
+                out[place], deltas[place] = _read_chain(state, *parts)
+                if start < chain.stop:
+                    state = advanced_by_chain(state, parts[3], parts[1], deltas[place])
         return out, deltas[: len(value)]
 
 
@@ -309,6 +346,24 @@ def _unit(heads: Tensor) -> Tensor:
 def _read(states: Tensor, vectors: Tensor) -> Tensor:
     """Multiply states [.., key_depth, value_depth] by vectors [.., key_depth]."""
     return halved_sum(states * vectors[..., None], -2)
+
+
+def _read_chain(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs and deltas of a chain, [nodes, value heads, value_depth] each, from the state before it.
+
+    A delta reads what the earlier ones add: all are the solution of one triangular system.
+    """
+    query, key, value = (part.transpose(0, 1) for part in (query, key, value))  # [value heads, nodes, depth]
+    logs, strength = log_decays(decay), beta.mT[..., None]
+    between = (logs[..., None] - logs[:, None]).tril_().exp_().tril_().float()  # what of column's node is left at row's
+    left = logs.exp().float()[..., None]
+    wanted = strength * (value - left * (key @ state))
+    system = strength * (key @ key.mT) * between  # its diagonal is taken for ones
+    deltas = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = left * (query @ state) + (query @ key.mT * between) @ deltas
+    return out.transpose(0, 1), deltas.transpose(0, 1)
 
 
 def norm_heads(x: Tensor, weights: RecurrentWeights, epsilon: float) -> Tensor:

@@ -193,7 +193,7 @@ class Llama(Model):
     def open(self, capacity: int, max_pending: int) -> LlamaSession:
         capacity = min(capacity, self.max_positions)
         self._rope.grow_to(min(capacity + max_pending, self.max_positions))
-        return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device)
+        return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device, self.exact)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         return self._embed(to_device(tokens, np.int64, self.device))
@@ -246,7 +246,7 @@ class Llama(Model):
                 x[rows.rows] = rows.inputs.to(x)
         shown = to_device(hidden_row_numbers(forest), np.int64, self.device) if layers else None
         hidden, config = {}, self.config
-        walk = RecurrentPass(config.recurrence, sessions, self.device) if config.recurrence else None
+        walk = RecurrentPass(config.recurrence, sessions, self.device, self.exact) if config.recurrence else None
         for number in range(len(self._layers) + 1):
             if shown is not None and number in layers:
                 hidden[number] = x[shown]

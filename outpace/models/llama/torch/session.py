@@ -66,7 +66,13 @@ class LlamaSession(Session):
     memory: RecurrentMemory
 
     def __init__(
-        self, capacity: int, max_pending: int, config: LlamaConfig, kv_format: KVFormat, device: torch.device
+        self,
+        capacity: int,
+        max_pending: int,
+        config: LlamaConfig,
+        kv_format: KVFormat,
+        device: torch.device,
+        is_exact: bool,
     ) -> None:
         super().__init__(capacity, max_pending)
         self.kv = [
@@ -82,7 +88,7 @@ class LlamaSession(Session):
         ]
         if config.recurrence and config.num_recurrent_layers:
             self.is_recurrent = True
-            self.memory = RecurrentMemory(config.recurrence, config.num_recurrent_layers, device)
+            self.memory = RecurrentMemory(config.recurrence, config.num_recurrent_layers, device, is_exact)
 
     def read(self, length: int) -> Tensor:
         """Return the first `length` slots: [attention layers, keys then values of the kv_heads, length, width]"""
