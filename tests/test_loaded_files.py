@@ -49,11 +49,11 @@ outpace.drafters: _composite _lookup _model_drafter _tree_expander
 outpace.drafters: grammar model ngram prediction
 outpace.engine: build draft_runner earlier_texts engine kv_memory options scheduler sequence target_runner warmup
 outpace.models: base devices load options runtimes
-outpace.models.files: cache checkpoint find four_bits model_kind pairs reading tokenizer_folder
+outpace.models.files: cache checkpoint find four_bits fused_experts model_kind mxfp4 pairs reading tokenizer_folder
 outpace.models.files.gguf: config header source tokenizer
 outpace.models.heads: config
 outpace.models.llama: weight_sources
-outpace.models.llama.config: draft_vocab families fields gemma lfm2 llama_config phi qwen35 recurrence rope
+outpace.models.llama.config: draft_vocab experts families fields gemma lfm2 llama_config phi qwen35 recurrence rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: text_stream tokenizer
 outpace.planning: cost_model estimators plan planner profile sources

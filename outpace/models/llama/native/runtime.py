@@ -26,7 +26,6 @@ from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.experts import LayerExperts, divide_memory, load_experts
 from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outpace.models.llama.kept_tokens import KeptTokens
+    from outpace.models.llama.native.experts import LayerExperts
 
 DEFAULT = NativeOptions()
 EXPERT_SHARE = 0.75  # of the memory that is free once the other weights are loaded: the most that experts take
@@ -243,7 +243,11 @@ class NativeLlama(Model):
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self._layers, self.ends, self._experts, self._distinct_experts = layers, ends, experts, 0.0
-        self._expert_bytes = divide_memory(experts, int(free_bytes("cpu") * EXPERT_SHARE)) if experts else 0
+        self._expert_bytes = 0
+        if experts:
+            from outpace.models.llama.native.experts import divide_memory  # for mixtures of experts only
+
+            self._expert_bytes = divide_memory(experts, int(free_bytes("cpu") * EXPERT_SHARE))
         self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
         self.kv_dtype = options.kv_dtype
         self.num_attention_layers, self._state_bytes = config.num_attention_layers, config.state_bytes
@@ -375,6 +379,8 @@ class NativeLlama(Model):
 
         def load(number: int) -> Any:
             if config.has_experts(number):
+                from outpace.models.llama.native.experts import load_experts  # for mixtures of experts only
+
                 assert config.experts is not None
                 experts[number] = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
             return load_layer(packing, config, number, fetch, experts[number].packed if number in experts else None)
