@@ -88,7 +88,7 @@ class RollingTimes:
 
     def usual(self, slope: float) -> dict[int, float]:
         """Return the usual time of each key that has a few samples, without `slope` seconds for each token."""
-        return self._each(lower_quartile, MIN_SAMPLES, slope)
+        return self._each(below_median, MIN_SAMPLES, slope)
 
     def shortest(self, slope: float) -> dict[int, float]:
         """Return the shortest time of each key, without `slope` seconds for each token."""
@@ -102,9 +102,10 @@ class RollingTimes:
         }
 
 
-def lower_quartile(values: Sequence[float]) -> float:
-    """Return a value that a quarter of all do not exceed: of timings, what is usual, since delays only add."""
-    return sorted(values)[(len(values) - 1) // 4]
+def below_median(values: Sequence[float]) -> float:
+    """Return the value that three eighths of the others do not exceed: of timings what is usual, since delays only
+    add, but not so low that times which really vary seem short."""
+    return sorted(values)[3 * (len(values) - 1) // 8]
 
 
 class LevelMeans:
