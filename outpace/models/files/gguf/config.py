@@ -544,7 +544,7 @@ def unknown_metadata(
 def _check_metadata(header: GgufHeader, architecture: str, own: Mapping[str, Any]) -> list[str]:
     """Check a model's metadata; return the ignored keys."""
     known = HONOURED.union(HARMLESS, HONOURED_BY.get(architecture, ()))
-    if architecture == "llama" and not own.get("expert_count"):  # a dense model, of which they would be ignored
+    if architecture == "llama" and not own.get("expert_count"):  # a dense model would ignore them
         known -= OF_EXPERTS
     unknown = unknown_metadata(header, architecture, own, known, NEUTRAL | NEUTRAL_BY.get(architecture, {}))
     for name, field in REQUIRED.items():
