@@ -1,6 +1,6 @@
 """The cost model: times of target passes, draft steps and the host, and the gain of drafts, learnt while decoding.
 
-All values are medians or decayed means over the recent past, so that they adapt when other programs load
+All values are usual times or decayed means over the recent past, so that they adapt when other programs load
 the machine. What was never measured is extrapolated from what is known, so that it is tried once and then measured.
 """
 

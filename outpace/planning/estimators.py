@@ -20,12 +20,12 @@ from outpace.core.stats import DecayedMean
 
 FADE = 0.95  # weight of the past in decayed means: about twenty samples count
 PRIOR_WEIGHT = 2.0  # weight of a prior, in samples
-WINDOW = 9  # samples kept for each key; their median counts
-MIN_SAMPLES = 2  # a key with fewer samples has no median
+WINDOW = 9  # samples kept for each key
+MIN_SAMPLES = 2  # of a key whose time is known
 STALE = 96  # rounds after which a row count is measured again, and times of more rows than any since are dropped
 _LEVELS = 8  # levels whose acceptance is known separately
 _MAX_FAILURES = 5  # failed trials that are counted
-READ_EVERY = 4  # rounds after which medians are read again
+READ_EVERY = 4  # rounds after which the usual times are read again
 _CONTEXT_WINDOW, _FIT_EVERY = 256, 16  # passes; within a few hundred texts begin and end
 _FIRST = 4  # nodes that may be verified before any time is known
 _ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
@@ -85,6 +85,11 @@ class RollingTimes:
     def count(self, key: int) -> int:
         """Return the number of samples kept for a key."""
         return len(self._samples.get(key, ()))
+
+    @property
+    def timed(self) -> list[int]:
+        """The keys that have a few samples."""
+        return [key for key, samples in self._samples.items() if len(samples) >= MIN_SAMPLES]
 
     def usual(self, slope: float) -> dict[int, float]:
         """Return the usual time of each key that has a few samples, without `slope` seconds for each token."""
@@ -364,8 +369,8 @@ class LatencyCurve:
         return self._times.count(_bucket(rows)) >= samples or _bucket(rows) in self._profile
 
     def is_known(self, rows: int) -> bool:
-        """Return whether a pass over at least `rows` rows was timed often enough for a median."""
-        return rows <= max([*self._times.usual(0.0), *self._profile], default=0)
+        """Return whether a pass over at least `rows` rows was timed often enough."""
+        return rows <= max([*self._times.timed, *self._profile], default=0)
 
     def _compute(self, rows: int) -> float:
         """Compute `seconds`; the prior's values are not cached, because they change."""
@@ -430,10 +435,10 @@ class LatencyCurve:
 
     def _known_times(self) -> dict[int, float]:
         """Return the time of each row count that was timed, and the scaled times of the profile for others."""
-        medians = self._times.usual(self._context.slope)
-        both = medians.keys() & self._profile.keys()
-        scale = sum(medians[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
-        return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(medians)
+        usual = self._times.usual(self._context.slope)
+        both = usual.keys() & self._profile.keys()
+        scale = sum(usual[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
+        return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(usual)
 
     def _convex(self) -> tuple[list[int], list[float]]:
         """Return row counts and their times: the lower convex hull of the measurements, made non-decreasing.

@@ -46,18 +46,19 @@ class BatchRows:
     @classmethod
     def of(cls, contexts: Sequence[PlanningContext]) -> BatchRows:
         """Return the batch of these requests, before they plan a round, and set it in their contexts."""
-        batch, readers, behind, unread, left = cls(contexts[0].costs, 0), 0, 0, 0, 0
+        batch, readers, tokens, behind, unread, left = cls(contexts[0].costs, 0), 0, 0, 0, 0, 0
         for context in contexts:
-            read = context.num_read
+            length, read = len(context.committed), context.num_read
             if read:
-                readers, behind = readers + 1, behind + len(context.committed) - read
+                readers, behind = readers + 1, behind + length - read
             else:
-                unread += len(context.committed)
+                unread += length
+            tokens += length
             left += context.expected_tokens
             batch.rows += context.rows
             context.requests, context.batch = len(contexts), batch
         batch.state = BatchState(len(contexts), readers, behind, unread, float(left))
-        batch.costs.set_context(sum([len(context.committed) for context in contexts]))
+        batch.costs.set_context(tokens)
         return batch
 
     @cached_property
