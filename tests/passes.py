@@ -138,3 +138,20 @@ def of_layers(model: Any, layers: Sequence[int]) -> Any:
     if isinstance(model, NativeLlama):
         return NativeLlama(config, chosen, model.ends, model.options)
     return type(model)(config, chosen, model.embedding, model._head, model.exact, kv_dtype=model.kv_dtype)
+
+
+def pieces(model: NativeLlama, count: int = 6) -> tuple[Any, list[Tensor]]:
+    """Return logits of two sessions' trees of `count` nodes and then 3, of one node after a kept branch with a layer
+    skipped, and of two late nodes; and the first session, in which the last two are pending."""
+    sessions, found = [prefilled(model, text(model, 5, seed)) for seed in range(2)], []
+    for nodes in (count, 3):
+        parts = [
+            Part(session, text(model, nodes, 2 + number), random_parents(nodes, number), range(nodes))
+            for number, session in enumerate(sessions)
+        ]
+        found.append(torch.as_tensor(model.score(parts)))
+    sessions[0].keep([0])
+    found.append(torch.as_tensor(model.skip_sublayers([1], [0]).score([chain(sessions[0], [3], [0])])))
+    sessions[0].keep([])
+    found.append(torch.as_tensor(model.score([chain(sessions[0], [3, 4], [0, 1])])))
+    return sessions[0], found

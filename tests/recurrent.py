@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
 from files import CONFIG, add_field, folder_of, interleaved, tokenizer_fields
 from files import write_gguf as write_llama_gguf
 from safetensors.numpy import load_file, save_file
+
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.llama.torch.runtime import Llama
 
 ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 SIZES: dict[str, Any] = {
@@ -332,3 +337,31 @@ def _split(name: str, values: np.ndarray, fields: dict[str, Any]) -> list[tuple[
     query, keys, value_rows, gates = (part.reshape(-1, values.shape[1]) for part in parts)
     stem = name.removesuffix("qkvz.weight")
     return [(f"{stem}qkv.weight", np.concatenate([query, keys, value_rows])), (f"{stem}z.weight", gates)]
+
+
+class Pair(NamedTuple):
+    """A random model: transformers' own, its folder, and ours in float32."""
+
+    reference: Any
+    folder: Path
+    model: Llama
+
+
+def read(source: Any, **options: Any) -> Llama:
+    """Return our model of a checkpoint, which is closed."""
+    with source:
+        return Llama.from_tensors(source.read_config(), source.tensor, **options)
+
+
+def pairs_of(folders: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Return a function that returns the pair of a name, made once."""
+    made: dict[str, Pair] = {}
+
+    def pair(name: str) -> Pair:
+        if name not in made:
+            folder = folders.mktemp(name)
+            reference = make(name, folder)
+            made[name] = Pair(reference, folder, read(Checkpoint.open(folder)))
+        return made[name]
+
+    return pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import experts as reference
 import gguf
@@ -16,6 +16,7 @@ import torch
 import transformers
 from heads import write_head
 from passes import branch, fresh, prefilled, random_parents
+from recurrent import Pair, pairs_of, read
 from safetensors.numpy import load_file, save_file
 from serving import served
 from torch import Tensor
@@ -38,29 +39,9 @@ from outpace.models.load import load_model
 TEXT = [int(token) for token in torch.randint(3, 259, (23,), generator=torch.Generator().manual_seed(5))]
 
 
-class Pair(NamedTuple):
-    reference: Any
-    folder: Path
-    model: Llama
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    made: dict[str, Pair] = {}
-
-    def pair(name: str) -> Pair:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            transformers_model = recurrent.make(name, folder)
-            made[name] = Pair(transformers_model, folder, read(Checkpoint.open(folder)))
-        return made[name]
-
-    return pair
-
-
-def read(source: Any, **options: Any) -> Llama:
-    with source:
-        return Llama.from_tensors(source.read_config(), source.tensor, **options)
+    return pairs_of(tmp_path_factory)
 
 
 def logits(model: Llama, text: list[int] = TEXT) -> Tensor:

@@ -243,7 +243,7 @@ def test_the_forward_is_that_of_the_formulas(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And on the native kernels that of the emulation, bit by bit."""
+    """The native kernels give the bits of their emulation."""
     its, path = KINDS[kind], KINDS[kind].write(tmp_path / "head", variant, "")
     model, wanted = load(targets, kind, path, runtime), its.wanted(folder / name_of(kind), variant, "")
     found = its.scores(model)

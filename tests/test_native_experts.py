@@ -14,8 +14,7 @@ import pytest
 import recurrent
 import reference
 import torch
-from passes import build, native_tiny, prefilled, random_parents, text
-from torch import Tensor
+from passes import build, native_tiny, pieces, prefilled, random_parents, text
 
 import outpace
 from outpace.core.errors import UserError
@@ -54,37 +53,21 @@ CONFIGS = {name: from_dict(SHAPE | fields) for name, fields in FIELDS.items()}
 by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def pieces(model: NativeLlama) -> list[Tensor]:
-    """Logits of two sessions' trees, and of late nodes after a kept branch, with and without experts in a layer."""
-    sessions, found = [prefilled(model, text(model, 5, seed)) for seed in range(2)], []
-    for count in (6, 3):
-        parts = [
-            Part(session, text(model, count, 2 + number), random_parents(count, number), range(count))
-            for number, session in enumerate(sessions)
-        ]
-        found.append(torch.as_tensor(model.score(parts)))
-    sessions[0].keep([0])
-    found.append(torch.as_tensor(model.skip_sublayers([1], [0]).score([chain(sessions[0], [3], [0])])))
-    sessions[0].keep([])
-    found.append(torch.as_tensor(model.score([chain(sessions[0], [3, 4], [0, 1])])))
-    return found
-
-
 @by_config
 def test_the_kernels_equal_their_emulation(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from outpace_kernels import emulation
 
-    got = pieces(native_tiny(config))
+    got = pieces(native_tiny(config))[1]
     monkeypatch.setattr(native, "kernels", emulation)
-    for mine, its in zip(got, pieces(native_tiny(config)), strict=True):
+    for mine, its in zip(got, pieces(native_tiny(config))[1], strict=True):
         assert torch.equal(mine, its)
 
 
 @pytest.mark.parametrize("name", kernels.instruction_sets())
 @by_config
 def test_every_instruction_set_gives_the_same_bits(config: LlamaConfig, name: str) -> None:
-    expected = pieces(native_tiny(config, instruction_set="portable", threads=1))
-    for mine, its in zip(pieces(native_tiny(config, instruction_set=name)), expected, strict=True):
+    expected = pieces(native_tiny(config, instruction_set="portable", threads=1))[1]
+    for mine, its in zip(pieces(native_tiny(config, instruction_set=name))[1], expected, strict=True):
         assert torch.equal(mine, its)
 
 
@@ -197,13 +180,13 @@ def test_pages_of_packed_experts_are_released(file: Any, tmp_path: Path) -> None
 
 @by_config
 def test_fewer_experts_than_a_pass_chooses_give_the_same_bits(config: LlamaConfig, file: Any) -> None:
-    expected = pieces(native_tiny(config))
+    expected = pieces(native_tiny(config))[1]
     for count in (1, 3):
         model = mapped(config, file(config))
         size = sum(one.packed.expert_bytes for one in model._experts)
         limit = native_experts.divide_memory(model._experts, count * size + 1)
         assert limit == count * size
-        for mine, its in zip(pieces(model), expected, strict=True):
+        for mine, its in zip(pieces(model)[1], expected, strict=True):
             assert torch.equal(mine, its)
         assert packed_experts(model) == [count] * len(model._experts)
 
@@ -211,7 +194,7 @@ def test_fewer_experts_than_a_pass_chooses_give_the_same_bits(config: LlamaConfi
 def test_int8_rounds_a_files_blocks_as_a_matrix_does(file: Any) -> None:
     config = CONFIGS["qwen"]
     floats = mapped(config, file(config), weights="file")
-    for mine, its in zip(pieces(floats), pieces(native_tiny(config)), strict=True):
+    for mine, its in zip(pieces(floats)[1], pieces(native_tiny(config))[1], strict=True):
         assert torch.equal(mine, its)
 
 

@@ -15,7 +15,7 @@ import pytest
 import recurrent
 import torch
 from doubles import make_request
-from passes import build, fresh, native_tiny, prefilled, random_parents, text
+from passes import build, fresh, native_tiny, pieces, prefilled, text
 from torch import Tensor
 
 import outpace
@@ -55,39 +55,28 @@ LFM = from_dict(
 CONFIGS = {"qwen": QWEN, "tiled": TILED, "lfm": LFM}
 
 
-def pieces(model: NativeLlama) -> list[Tensor]:
-    """Logits of two sessions' trees, of late nodes after a kept branch, with a layer skipped, and the states."""
-    sessions, found = [prefilled(model, text(model, 5, seed)) for seed in range(2)], []
-    for count in (7, 3):
-        parts = [
-            Part(session, text(model, count, 2 + number), random_parents(count, number), range(count))
-            for number, session in enumerate(sessions)
-        ]
-        found.append(torch.as_tensor(model.score(parts)))
-    sessions[0].keep([0])
-    found.append(torch.as_tensor(model.skip_sublayers([1], [0]).score([chain(sessions[0], [3], [0])])))
-    sessions[0].keep([])
-    found.append(torch.as_tensor(model.score([chain(sessions[0], [3, 4], [0, 1])])))
-    sessions[0].keep([0, 1])
-    found.append(torch.as_tensor(sessions[0]._save_state()))
-    return found
+def pieces_and_state(model: NativeLlama) -> list[Tensor]:
+    """Logits of trees and late nodes, and the state after the last of them."""
+    session, found = pieces(model, 7)
+    session.keep([0, 1])
+    return [*found, torch.as_tensor(session._save_state())]
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_kernels_equal_their_emulation(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from outpace_kernels import emulation
 
-    got = pieces(native_tiny(config))
+    got = pieces_and_state(native_tiny(config))
     monkeypatch.setattr(native, "kernels", emulation)
-    for mine, its in zip(got, pieces(native_tiny(config)), strict=True):
+    for mine, its in zip(got, pieces_and_state(native_tiny(config)), strict=True):
         assert torch.equal(mine, its)
 
 
 @pytest.mark.parametrize("name", kernels.instruction_sets())
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_instruction_set_gives_the_same_bits(config: LlamaConfig, name: str) -> None:
-    expected = pieces(native_tiny(config, instruction_set="portable", threads=1))
-    for mine, its in zip(pieces(native_tiny(config, instruction_set=name)), expected, strict=True):
+    expected = pieces_and_state(native_tiny(config, instruction_set="portable", threads=1))
+    for mine, its in zip(pieces_and_state(native_tiny(config, instruction_set=name)), expected, strict=True):
         assert torch.equal(mine, its)
 
 

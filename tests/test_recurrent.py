@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import recurrent
@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from recurrent import Pair, pairs_of, read
 from torch import Tensor
 
 from outpace import LLM, SamplingParams
@@ -30,29 +31,9 @@ from outpace.models.load import load_model
 TEXT = [int(token) for token in torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(5))]
 
 
-class Pair(NamedTuple):
-    reference: Any
-    folder: Path
-    model: Llama
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    made: dict[str, Pair] = {}
-
-    def pair(name: str) -> Pair:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            reference = recurrent.make(name, folder)
-            made[name] = Pair(reference, folder, read(Checkpoint.open(folder)))
-        return made[name]
-
-    return pair
-
-
-def read(source: Any, **options: Any) -> Llama:
-    with source:
-        return Llama.from_tensors(source.read_config(), source.tensor, **options)
+    return pairs_of(tmp_path_factory)
 
 
 def one_by_one(model: Llama, text: list[int]) -> Tensor:
