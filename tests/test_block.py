@@ -49,11 +49,12 @@ def test_the_text_is_that_of_plain_decoding(
     kind: str, method: str, temperature: float, target: Loaded, folder: Path
 ) -> None:
     asked = {"max_tokens": 30, "temperature": temperature, "seed": 5, "ignore_eos": True}
-    with open_llm(target, folder / kind, method=method) as llm:
+    options = {"trials": 1.0} if method == "auto" else {}  # tried although it does not pay
+    with open_llm(target, folder / kind, method=method, **options) as llm:
         plain = [one.tokens for one in llm.generate([*PROMPTS], plain=True, **asked)]
         drafted = llm.generate([*PROMPTS], **asked)
     assert [one.tokens for one in drafted] == plain
-    assert sum(one.figures.drafted for one in drafted) > 0 or method == "auto"
+    assert sum(one.figures.drafted for one in drafted) > 0
 
 
 @pytest.mark.parametrize("options", [{"runtime": "transformers"}, {"graphs": "eager"}, {"dtype": "bfloat16"}], ids=str)

@@ -113,7 +113,7 @@ def test_not_gguf(tmp_path: Path) -> None:
         ("llama.attention.sliding_window", "all", "sliding_window"),
         ("split.count", 3, "one of 3 parts of a model, so the first one's name must end in -00001-of-00003.gguf"),
         ("split.count", "3", "split.count '3'"),
-        ("llama.expert_count", 8, "expert_count"),
+        ("llama.expert_count", 8, "expert_used_count is None"),
         ("llama.attention.head_count", 3, "num_attention_heads"),
         ("llama.block_count", None, "num_hidden_layers"),
         ("llama.block_count", 3, "model.layers.2"),

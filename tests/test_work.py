@@ -175,7 +175,7 @@ def test_the_time_of_planning_counts_as_part_of_rounds_that_draft(monkeypatch: p
         finish(engine, run)
         costs, (source,) = engine.costs, drafter.capabilities.sources
     assert run.history.steps[-2].verified_rows == 5
-    assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 0.4), "planning the first layer"
+    assert costs.pass_seconds(5) == pytest.approx(6.0 + 4 * 0.1 + 0.4, abs=0.1), "planning the first layer"
     assert costs.draft_seconds(source) == pytest.approx(0.5 + 0.4), "and then the next one"
 
 

@@ -67,8 +67,10 @@ class KVMemory:
     def __init__(self, target: Model, drafts: Drafts, max_pending: int, budget: float | None, max_kept: int) -> None:
         """`max_pending`: pending nodes of a session; `budget` in GiB, None for half of the free memory."""
         self._target, self._drafts, self._max_pending, self._max_kept = target, drafts, max_pending, max_kept
-        free = max(0, free_bytes(target.device) - target.promised_bytes)
-        self.budget = free // 2 if budget is None else int(budget * _GIB)
+        if budget is None:
+            self.budget = max(0, free_bytes(target.device) - target.promised_bytes) // 2
+        else:
+            self.budget = int(budget * _GIB)
         self._kept: list[_KeptText] = []
         self._open: dict[TokenSequence, None] = {}
         self._stored: PrefixIndex[TokenSequence | _KeptText] = (

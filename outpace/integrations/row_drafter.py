@@ -153,21 +153,21 @@ class RowDrafter:
         tokens_written, seconds = sum(map(len, sampled)), now - self._began
         self._costs.record_round(len(found), rows, tokens_written, seconds, self._drafted, every=True)
         if rows > len(found) > 1 and (plain := self._costs.plain_seconds(len(found))):
-            self._speedup(len(found)).learn(tokens_written / len(found), seconds / plain)
-            self._costs.exploration.record_use(_option(len(found)), tokens_written - len(found) * seconds / plain)
+            lost = seconds - plain * tokens_written / len(found)
+            self._lost_seconds(len(found)).learn(lost)
+            self._costs.exploration.record_use(_option(len(found)), -lost)
 
-    def _speedup(self, requests: int) -> DecayedMean:
-        """Return the speedup of passes with drafts over plain ones, for about as many requests."""
-        return self._costs.statistic(" ".join(map(str, _option(requests))), 1.0, 2.0)
+    def _lost_seconds(self, requests: int) -> DecayedMean:
+        """Return how much longer passes with drafts take than plain ones that write as many tokens, for about as many
+        requests."""
+        return self._costs.statistic(" ".join(map(str, _option(requests))), 0.0, 2.0)
 
     def _may_draft(self, requests: int) -> bool:
         """Return whether a batch gets drafts: always for one request, for several if passes with drafts have paid, or
         as a trial. The planner assumes that each row adds a little time, but in some engines the first draft of a batch
         already slows down the whole pass."""
-        lost = 1.0 - self._speedup(requests).value
-        if requests == 1 or lost <= 0.0:
-            return True
-        return self._costs.exploration.is_due(_option(requests), lost * self._costs.pass_seconds(requests), TRIALS)
+        lost = self._lost_seconds(requests).value
+        return requests == 1 or lost <= 0.0 or self._costs.exploration.is_due(_option(requests), lost, TRIALS)
 
     def _open(self, text: np.ndarray) -> DraftedRow:
         prompt = tuple(map(int, text))
