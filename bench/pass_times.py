@@ -2,7 +2,7 @@
 
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
 All settings are interleaved, round after round, because other jobs on the machine disturb single measurements; minimum
-and median are shown. The lower bound (floor) is the bytes of weights, keys and values over the memory bandwidth. The
+and median are shown. The lower bound (floor) is the bytes of weights, keys, values and states over the memory bandwidth. The
 last columns are the fractions, at the minimum, of this bandwidth and of the rate at which as many threads multiply
 bytes in registers, both measured in the run. A context above 256 tokens repeats one text of 256 tokens, copied in the
 KV cache. The last line is JSON.
@@ -101,7 +101,7 @@ def main() -> None:
 
 def pass_bytes(args: argparse.Namespace, model: NativeLlama) -> int:
     """Return the bytes that a pass reads at least."""
-    return model.weight_bytes + args.context * model.token_bytes
+    return model.weight_bytes + args.context * model.token_bytes + model.state_bytes
 
 
 def report(

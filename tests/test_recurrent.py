@@ -468,7 +468,9 @@ def test_gguf_files_that_contradict_their_tensors_are_refused(
 @pytest.mark.parametrize("name", ["qwen4exp", "lfm3", "gemma3n"])
 def test_gguf_files_of_related_architectures_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "a.gguf", architecture=name)
-    with pytest.raises(UserError, match=rf"a.gguf has the architecture '{name}', which is not supported: its? \w+ ") as found:
+    with pytest.raises(
+        UserError, match=rf"a.gguf has the architecture '{name}', which is not supported: its? \w+ "
+    ) as found:
         load_model(file)
     assert str(found.value).count(name) == 1
 
