@@ -3,9 +3,9 @@
 Run: python bench/pass_times.py [--dtype int8 file] [--threads 1 2] [--rows 1 2 ...] [--context 128] ...
 All settings are interleaved, round after round, because other jobs on the machine disturb single measurements; minimum
 and median are shown. The lower bound (floor) is the bytes of weights, keys, values and states over the memory's
-bandwidth. The last columns are the fractions, at the minimum, of this bandwidth and of the rate at which as many threads multiply
-bytes in registers, both measured in the run. A context above 256 tokens repeats one text of 256 tokens, copied in the
-KV cache. The last line is JSON.
+bandwidth. The last columns are the fractions, at the minimum, of this bandwidth and of the rate at which as many
+threads multiply bytes in registers, both measured in the run. A context above 256 tokens repeats one text of 256
+tokens, copied in the KV cache. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from option_mutations import OPTION_MUTATIONS, key_without
 from outpace_kernels import NodeDelta
 from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS
+from recurrent_mutations import RECURRENT_MUTATIONS
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
@@ -289,6 +290,7 @@ MUTATIONS = [
     *HEAD_MUTATIONS,
     *STEP_MUTATIONS,
     *EXPERT_MUTATIONS,
+    *RECURRENT_MUTATIONS,
     *RECALL_MUTATIONS,
 ]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import recurrent
 import torch
+import transformers
 from files import write_gguf
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -81,6 +82,28 @@ def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: s
     sizes = model.config.recurrence
     is_reordered = sizes.value_heads != sizes.key_heads and name != "next"
     assert sizes.is_tiled == is_reordered
+
+
+def test_a_checkpoint_with_a_vision_model_gives_the_language_models_logits(tmp_path: Path) -> None:
+    """LFM2-VL; the vision model is ignored with a notice."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Lfm2VlConfig(
+        text_config=recurrent.LFM | {"model_type": "lfm2"}, vision_config=vision | {"patch_size": 4, "num_patches": 16}
+    )
+    torch.manual_seed(0)
+    model = transformers.Lfm2VlForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "language_model" in name:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        expected = model(input_ids=torch.tensor([TEXT])).logits[0]
+    model.save_pretrained(tmp_path)
+    loaded = load_model(recurrent.with_tokenizer(tmp_path), dtype="float32")
+    got = loaded.model.score([chain(loaded.model.open(100, 100), TEXT, range(len(TEXT)))])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert loaded.notice is not None
+    assert "tensors of other models in the files were ignored: multi_modal_projector, vision_tower" in loaded.notice
 
 
 LLAMA_CPP = [
