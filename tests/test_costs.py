@@ -17,7 +17,7 @@ from outpace.core.stats import DecayedMean
 from outpace.core.types import DraftSource
 from outpace.drafters._model_drafter import PickModels
 from outpace.models.load import Loaded
-from outpace.planning import profile as profiles
+from outpace.api import profile as profiles
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import LevelMeans
 

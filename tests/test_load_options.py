@@ -27,7 +27,7 @@ from outpace.core.options import help_of
 from outpace.engine.options import BuildOptions
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import FLOATS, LoadOptions
-from outpace.planning.profile import subject
+from outpace.api.profile import subject
 
 METHODS = {
     "chain": {"method": "speculative", "drafter": "model", "width": 1},

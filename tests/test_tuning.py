@@ -15,7 +15,7 @@ from outpace.api.llm import LLM
 from outpace.bench.tune import TuneOptions, tune
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model, silent
-from outpace.planning import profile as profiles
+from outpace.api import profile as profiles
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 

@@ -17,7 +17,7 @@ from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up
 from outpace.models.load import load_model
-from outpace.planning import profile as profiles
+from outpace.api import profile as profiles
 
 WHOLE = 60.0  # seconds, more than any of these take
 

@@ -32,7 +32,7 @@ from outpace.models.files.tokenizer_folder import Thought
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
-from outpace.planning.profile import Profile, subject
+from outpace.api.profile import Profile, subject
 
 if TYPE_CHECKING:
     from outpace.grammar.compiler import Grammars

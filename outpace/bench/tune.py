@@ -26,7 +26,7 @@ from outpace.models.files.reading import read_text
 from outpace.models.load import Loaded, Progress
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.planning.cost_model import CostModel
-from outpace.planning.profile import Profile, subject
+from outpace.api.profile import Profile, subject
 
 PROMPTS = (
     "Explain to a child of ten why the sea is salty.",
