@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 from toy import Toy
 
+from outpace.api import profile as profiles
 from outpace.core.stats import DecayedMean
 from outpace.core.types import DraftSource
 from outpace.drafters._model_drafter import PickModels
 from outpace.models.load import Loaded
-from outpace.api import profile as profiles
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import LevelMeans
 

@@ -12,12 +12,12 @@ from engine_runs import finish, submit
 from test_library import folder
 
 import outpace
+from outpace.api import profile as profiles
 from outpace.decoders.auto import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up
 from outpace.models.load import load_model
-from outpace.api import profile as profiles
 
 WHOLE = 60.0  # seconds, more than any of these take
 
