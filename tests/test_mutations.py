@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_a_broken_mutation_does_not_count_as_caught() -> None:
         return next(compare(requests_of(CASES[0]), GREEDY_TEXTS, "greedy"), None)
 
     like = MUTATIONS[0]
-    broken = Mutation("takes nothing", like.owners, like.attribute, lambda original: lambda: None, find)
+    broken = Mutation("takes nothing", like.owners, like.attribute, lambda: None, find)
     idle = Mutation("never called", [random], "betavariate", lambda original: original, find)
-    harmless = Mutation("changes nothing", like.owners, like.attribute, lambda original: original, find)
+    harmless = replace(broken, name="changes nothing", mistake=lambda call, *given, **more: call(*given, **more))
     assert [judge(mutation)[0] for mutation in (broken, idle, harmless)] == [False, False, False]
