@@ -18,7 +18,7 @@ from outpace.studies.timeseries.transformer import TransformerState
 
 def find_in_state() -> str | None:
     """Return how a state of unequal rows differs from the whole history, or None."""
-    from test_forecast_models import MODELS, fault_of_state
+    from test_forecast_rules import MODELS, fault_of_state
 
     return fault_of_state(MODELS["transformer"]())
 

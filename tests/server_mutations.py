@@ -172,7 +172,7 @@ FIELD = "thoughts_of_earlier_answers_have_the_name_that_the_template_knows"
 NO_VALUES = ("template_values", lambda read, body: {})
 ERRORS, KEYWORDS, TOOLS = (f"test_{name}.py::test_" for name in ("server_errors", "schema_keywords", "tools"))
 SPLITS = TOOLS + "every_split_of_a_transcript_gives_the_same_deltas"
-LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_admission.py::test_", "test_grammar.py::test_"
+LIFE, ADMISSION, GRAMMAR = "test_server_life.py::test_", "test_server_life.py::test_", "test_grammar.py::test_"
 MISTAKES: list[tuple[str, str, Any, str, Any]] = [
     (LIFE, "concurrent_requests_get_the_texts_of_single_ones", target_runner, "reduce_isolated", to_one_another),
     (LIFE, "a_disconnect_aborts_the_request", EngineThread, "abort", nothing),
