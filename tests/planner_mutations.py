@@ -94,15 +94,14 @@ def with_its_drafting(
 
 
 def falling(convex: Original, self: Any) -> tuple[list[int], list[float]]:
-    known = self._times.usual(0.0) or self._times.shortest(0.0)
+    """The times as they are."""
+    known = self._known_times()
     return sorted(known), [known[rows] for rows in sorted(known)]
 
 
 def medians_joined(convex: Original, self: Any) -> tuple[list[int], list[float]]:
-    """The medians as they are, made not to fall."""
-    known = self._times.usual(0.0)
-    if not known:
-        return convex(self)
+    """The times as they are, made not to fall."""
+    known = self._known_times()
     return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
 
 
@@ -230,7 +229,7 @@ MISTAKES: Mistakes = {
     ],
     "test_costs.py::test_no_row_is_free_because_few_samples_say_so": [
         ("costs: rows are free where few samples say so", LatencyCurve, "_convex", medians_joined),
-        ("costs: rows that were never timed are free", LatencyCurve, "_slope", returning(0.0)),
+        ("costs: rows that were never timed are free", LatencyCurve, "_row_seconds", returning(0.0)),
     ],
     "test_costs.py::test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not": [
         ("costs: the times of a busy machine are kept", LatencyCurve, "_forget_old", returning(None)),

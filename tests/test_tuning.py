@@ -15,6 +15,7 @@ from commands import tiny as tiny
 from passes import of_layers
 from test_library import folder
 
+from outpace.api import profile as profiles
 from outpace.api.llm import LLM
 from outpace.bench import skip_search
 from outpace.bench.skip_search import SearchOptions, SublayerTimes, find_sublayers, predict_speedup
@@ -22,7 +23,6 @@ from outpace.bench.tune import TuneOptions, tune
 from outpace.core.errors import UserError
 from outpace.drafters.layer_skip import Options, Sublayers
 from outpace.models.load import Loaded, load_draft, load_model, silent
-from outpace.planning import profile as profiles
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 
