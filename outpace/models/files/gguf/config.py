@@ -176,6 +176,7 @@ OF_EXPERTS = {
 SHARED = {"expert_shared_feed_forward_length", "expert_shared_count"}
 HONOURED_BY = {
     "llama": OF_EXPERTS,
+    "qwen2moe": OF_EXPERTS | SHARED,
     **dict.fromkeys(("qwen3moe", "olmoe", "gpt-oss"), OF_EXPERTS),
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
@@ -412,6 +413,10 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "qwen35": _qwen35,
     "qwen3next": _qwen3next,
     "lfm2": _lfm2,
+    "qwen2moe": lambda header, own: {
+        **{"model_type": "qwen2_moe", **_no_window(header, own)},
+        **_experts(header, own, normed=False),
+    },
     "qwen3moe": lambda header, own: {
         **{"model_type": "qwen3_moe", "attention_bias": _has_bias(header, "attn_q")},
         **_no_window(header, own),

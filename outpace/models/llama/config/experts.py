@@ -107,6 +107,14 @@ def read_shared(fields: Mapping[str, Any], num_layers: int, count: int, chosen: 
     return read_experts(fields, num_layers, count, chosen, norms_weights=normed, shared_width=shared)
 
 
+def read_qwen2_moe(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
+    """Read the experts of Qwen2, one of them shared."""
+    if not flag(fields, "qkv_bias", True):
+        raise unsupported_field("qkv_bias False (only True)")
+    shared, normed = size(fields, "shared_expert_intermediate_size", 5632), flag(fields, "norm_topk_prob")
+    return read_experts(fields, num_layers, 60, 4, norms_weights=normed, shared_width=shared)
+
+
 def read_qwen3_5_moe(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
     """Read the experts of Qwen3.5."""
     return read_shared(fields, num_layers, 256, 8, True)
