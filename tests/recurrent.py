@@ -204,7 +204,9 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
             "full_attention_interval": fields.get("full_attention_interval", 4),
         }
         if "3_5" in family:
-            metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
+            metadata |= {"rope.dimension_sections": [2, 1, 1, 0]}
+        if "3_5" in family or has_mtp:
+            metadata |= {"nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():

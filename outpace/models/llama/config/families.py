@@ -164,7 +164,7 @@ FAMILIES = {
     "qwen2_moe": replace(
         QWEN2,
         architecture="Qwen2MoeForCausalLM",
-        defaults=QWEN2.defaults | {"num_key_value_heads": 16, "use_sliding_window": False},
+        defaults={**QWEN2.defaults, "num_key_value_heads": 16, "use_sliding_window": False},
         slides=early_even_layers,
         prepare=lambda fields: {**fields, "sliding_window": fields.get("sliding_window") or None},  # 0: none
         experts=experts.read_qwen2_moe,
@@ -211,7 +211,7 @@ FAMILIES = {
         experts=experts.read_gpt_oss,
         own_name=experts.own_name,
     ),
-    "qwen3_5_moe_text": replace(
+    qwen35.MOE_TYPE: replace(
         QWEN35,
         architecture="Qwen3_5MoeForCausalLM",
         defaults=qwen35.DEFAULTS | {"num_key_value_heads": 2},
