@@ -14,6 +14,7 @@ import pytest
 import recurrent
 import torch
 import transformers
+from block_heads import write_block
 from heads import write_head
 from passes import branch, fresh, prefilled, random_parents
 from recurrent import Pair, pairs_of, read
@@ -312,11 +313,21 @@ def test_texts_do_not_depend_on_the_method(files: dict[str, str], name: str) -> 
         assert texts(files[name], **options) == plain, options
 
 
-def test_a_head_drafts_for_a_mixture_of_experts(tmp_path: Path) -> None:
-    recurrent.make("gpt_oss", tmp_path / "target", num_hidden_layers=8, layer_types=None)
-    target, head = recurrent.with_tokenizer(tmp_path / "target"), write_head(tmp_path / "head")
-    plain = texts(str(target), method="autoregressive")
-    assert texts(str(target), method="speculative", draft=str(head)) == plain
+@pytest.mark.parametrize("runtime", ["llama", "native"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_heads_draft_for_a_mixture_of_experts(name: str, runtime: str, tmp_path: Path) -> None:
+    recurrent.make(name, tmp_path / "target", num_hidden_layers=8, **{"layer_types": None} if name == "gpt_oss" else {})
+    target = recurrent.with_tokenizer(tmp_path / "target")
+    plain = texts(str(target), runtime=runtime, method="autoregressive")
+    for head in (write_head(tmp_path / "eagle"), write_block(tmp_path / "dflash")):
+        with LLM(str(target), str(head), runtime=runtime, method="speculative") as llm:
+            outputs = llm.generate(PROMPTS, SAMPLED)
+        assert [one.token_ids for one in outputs] == plain
+        assert all(one.figures.drafted > 0 for one in outputs)
+
+
+def test_drafts_are_not_trained_from_a_mixture_of_experts(pairs: Callable[[str], Pair]) -> None:
+    target = pairs("gpt_oss").folder
     with pytest.raises(UserError, match="drafts are not trained from a model with mixtures of experts"):
         draft_config(json.loads((target / "config.json").read_text()), DraftShape())
 
