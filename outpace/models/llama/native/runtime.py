@@ -502,7 +502,7 @@ class NativeLlama(Model):
         try:
             result = call(*args, **extras)
         except ValueError as error:
-            if self._experts[0].path is None:
+            if self._experts[0].path is None or not str(error).startswith("expert "):
                 raise
             raise UserError(f"{self._experts[0].path} is damaged: {error}") from error
         self._distinct_experts = model.mean_experts
