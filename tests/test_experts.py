@@ -205,6 +205,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\], it must be a list of layers below 3"),
     ("qwen3_moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
+    ("gpt_oss", {"experts_per_token": 3}, "num_experts_per_tok is 2 and experts_per_token is 3, they must be equal"),
     ("gpt_oss", {"swiglu_alpha": 2.0}, r"swiglu_alpha 2.0 \(only 1.702\)"),
 ]
 
@@ -225,6 +226,8 @@ def test_configs_that_contradict_themselves_are_refused(
         ("qwen3_moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func is 2, it must be 1 for this"),
         ("gpt_oss", {"expert_gating_func": 9}, "gpt-oss.expert_gating_func is 9, it must be 3"),
         ("olmoe", {"expert_weights_norm": True}, "olmoe.expert_weights_norm is True, it must be False"),
+        ("lfm2_moe", {"expert_weights_norm": False}, "lfm2moe.expert_weights_norm is False, it must be True"),
+        ("qwen35moe", {"expert_shared_count": 2}, "qwen35moe.expert_shared_count is 2, it must be 1"),
         ("mixtral", {"expert_weights_scale": 2.0}, "llama.expert_weights_scale is 2.0, it must be 1"),
         ("qwen3_moe", {"expert_used_count": 9}, "num_experts_per_tok is 9, it must be at most the number of experts 8"),
         (

@@ -343,9 +343,11 @@ def _experts(
     for name, value in (("expert_count", count), ("expert_used_count", chosen)):
         if type(value) is not int or value < 1:
             raise UserError(f"{start}{name} is {value!r:.50}, it must be a whole number above 0")
-    for name, expected in (("expert_gating_func", func), ("expert_weights_norm", normed)):
-        if own.get(name) not in (None, 0, expected):
-            raise UserError(f"{start}{name} is {own[name]!r:.50}, it must be {expected!r} for this architecture")
+    fixed = {"expert_gating_func": func, "expert_weights_norm": normed, "expert_shared_count": 1}
+    for name, expected in fixed.items():
+        value = own.get(name)
+        if value not in (None, expected) and (value != 0 or value is False):  # a number of 0: unset
+            raise UserError(f"{start}{name} is {value!r:.50}, it must be {expected!r} for this architecture")
     if scale != 1.0 and not is_scaled:
         raise UserError(f"{start}expert_weights_scale is {scale!r:.50}, it must be 1 for this architecture")
     dense, shared = own.get("feed_forward_length"), own.get("expert_shared_feed_forward_length")
