@@ -53,6 +53,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "gemma2": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
@@ -78,6 +89,10 @@ PHI_METADATA = {
     "phi3.attention.sliding_window": 0,
 }
 GEMMA_METADATA = {"gemma3.attention.sliding_window": 32, "gemma3.attention.key_length": 16}
+GEMMA2_METADATA = {
+    **{"gemma2.attention.sliding_window": 32, "gemma2.attention.key_length": 16, "gemma2.block_count": 4},
+    **{"gemma2.attn_logit_softcapping": 2.0, "gemma2.final_logit_softcapping": 5.0},
+}
 
 
 def smollm2_file() -> Path:
@@ -114,7 +129,7 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     for name, values in tensors.items():
         quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
         stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
-        if architecture == "gemma3" and "norm" in name:
+        if architecture in ("gemma2", "gemma3") and "norm" in name:
             stored = stored + np.float32(1)
         named = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         writer.add_tensor(named, stored_as(quantisation, stored), raw_dtype=quantisation)

@@ -28,6 +28,7 @@ TINY = reference.TINY
 UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXED = replace(TINY, head_norm=True, windows=(5, None, 19), rotary_layers=(True, False, True), attention_bias=True)
 TINIES = {"tiny": TINY, "untied": UNTIED, "mixed": MIXED, "gemma": reference.GEMMA, "phi": reference.PHI}
+TINIES |= {"gemma2": reference.GEMMA2}
 NATIVE_TINIES = {
     "tiny": TINY,
     "biased": UNTIED,
@@ -36,6 +37,7 @@ NATIVE_TINIES = {
     "windows": replace(TINY, head_dim=22, windows=(5, None, 33), rotary_layers=(True, True, False)),
     "phi": reference.PHI,
     "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
+    "gemma2": replace(reference.GEMMA2, vocab_size=131),
 }
 
 

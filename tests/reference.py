@@ -42,7 +42,9 @@ GEMMA = replace(
     embedding_scale=7.0,
 )
 
-
+GEMMA2 = replace(
+    GEMMA, head_norm=False, windows=(7, None, 7, None), local_layers=(), local_theta=0.0, score_cap=2.0, logit_cap=5.0
+)
 PHI = replace(
     TINY,
     head_dim=14,
@@ -89,11 +91,15 @@ def logits(config: LlamaConfig, tensor: Callable[[str], Tensor], tokens: Sequenc
         fed = _linear(config.mlp_bias, get, prefix + "mlp.down_proj", gated(gate) * up)
         x = x + added(prefix + "post_feedforward_layernorm", fed)
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return _norm(config, x, get("model.norm.weight")) @ get(head).T
+    return _capped(_norm(config, x, get("model.norm.weight")) @ get(head).T, config.logit_cap)
 
 
 def _norm(config: LlamaConfig, x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * (weight + config.norm_offset)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -135,7 +141,8 @@ def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x:
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (config.window(layer) or count))
-    scores = (query @ key.transpose(1, 2) * config.attention_scale).masked_fill(hidden, -math.inf)
+    scores = _capped(query @ key.transpose(1, 2) * config.attention_scale, config.score_cap)
+    scores = scores.masked_fill(hidden, -math.inf)
     mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
     return _linear(config.output_bias, get, prefix + "o_proj", mixed)
 

@@ -45,6 +45,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SHARPER = YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 11}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+LATE = ["full_attention", "sliding_attention"] * 2
 FACTORS = [1.0 + 0.3 * pair for pair in range(12)]
 LONG = {
     "rope_scaling": {"type": "longrope", "short_factor": FACTORS, "long_factor": [2 * factor for factor in FACTORS]},
@@ -74,6 +76,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_layers": (
         "Qwen3",
         {"head_dim": 16, **WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma2": ("Gemma2", GEMMA | CAPS | {"head_dim": 32, "query_pre_attn_scalar": 24}),
+    "gemma2_uncapped": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "layer_types": LATE},
     ),
     "gemma3": ("Gemma3Text", GEMMA | {"head_dim": 32, "query_pre_attn_scalar": 21, "num_hidden_layers": 7}),
     "gemma3_layers": (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, weights, write_gguf
+from files import ARCHITECTURES, CONFIG, GEMMA2_METADATA, GEMMA_METADATA, PHI_METADATA, weights, write_gguf
 
 import outpace
 from outpace.models.base import chain
@@ -36,6 +36,7 @@ CHANGES = ARCHITECTURES | {"qwen3": QWEN3}
 PHI_GAIN = float((1 + np.log(128 / 96) / np.log(96)) ** 0.5)  # as llama.cpp's converter computes it
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", QWEN3_METADATA),
+    "gemma2": ("Gemma2Config", GEMMA2_METADATA),
     "gemma3": ("Gemma3TextConfig", GEMMA_METADATA | {"gemma3.block_count": 7}),
     "phi3": ("Phi3Config", PHI_METADATA | {"phi3.rope.scaling.attn_factor": PHI_GAIN}),
 }
@@ -100,7 +101,7 @@ def test_a_file_scores_as_its_folder_does_in_transformers(file: Path, runtime: d
 
 def test_every_method_writes_plain_texts(file: Path, runtime: dict[str, Any]) -> None:
     texts, drafted = {}, 0
-    layers = "layers:0,1,2,3,4,5" if file.stem == "gemma3" else "layers:0"
+    layers = {"gemma2": "layers:0,1,2", "gemma3": "layers:0,1,2,3,4,5"}.get(file.stem, "layers:0")
     for method in ("autoregressive", "auto", "speculative", "card"):
         draft = None if method == "autoregressive" else layers
         with warnings.catch_warnings():

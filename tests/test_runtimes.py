@@ -114,8 +114,8 @@ def test_the_own_reason_comes_first_if_transformers_refuses_too(folder: Path, mo
 
 def test_a_gguf_file_is_never_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_transformers", lambda *anything: pytest.fail("transformers was asked"))
-    with pytest.raises(UserError, match="has the architecture 'gemma2'; GGUF files are read of llama"):
-        load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma2"))
+    with pytest.raises(UserError, match="has the architecture 'gemma'; GGUF files are read of llama"):
+        load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma"))
 
 
 def test_the_notice_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,11 @@ def exponential(x: np.ndarray) -> np.ndarray:
     return np.ldexp(p, n.astype(np.int32)).astype(F)
 
 
+def capped(x: np.ndarray, cap: np.float32) -> np.ndarray:
+    """Return cap tanh(x / cap), computed as cap - 2 cap / (1 + e^(2 x / cap))."""
+    return fma(F(1) / (F(1) + exponential(x * (F(2) / cap))), F(-2) * cap, cap)
+
+
 def silu(x: np.ndarray) -> np.ndarray:
     """Return x / (1 + e^-x)."""
     return x / (F(1) + exponential(-x))

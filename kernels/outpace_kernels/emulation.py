@@ -28,6 +28,7 @@ from outpace_kernels.emulated_numbers import (
     SCALED,
     F,
     as_bytes,
+    capped,
     clamped_gate,
     exponential,
     fma,
@@ -109,6 +110,7 @@ class Heads:
     epsilon: float
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(depth)
     gated: bool = False
+    cap: float = 0.0  # scores become cap tanh(score / cap); 0: they stay
 
 
 NO_RECURRENCE = Recurrence()
@@ -198,8 +200,9 @@ class Model:
         gelu: bool = False,
         recurrence: Recurrence = NO_RECURRENCE,
         gate_limit: float = 0.0,
+        logit_cap: float = 0.0,
     ) -> None:
-        self.recurrence, self.gate_limit = recurrence, F(gate_limit)
+        self.recurrence, self.gate_limit, self.logit_cap = recurrence, F(gate_limit), F(logit_cap)
         kinds = [layer.recurrent_weights is not None for layer in layers]
         self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among layers of its kind
         self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu
@@ -245,7 +248,7 @@ class Model:
                     else self._run_mlp(number, x, [(rows[n], by[number]) for n, by in mlp_bias.items()])
                 )
         if len(wanted):
-            logits = self.head(self._normed(x[wanted], self.norm))
+            logits = self._logits(x[wanted])
             every = range(-(-logits.shape[1] // PANEL))
             for place, panel in enumerate(every if panels is None else panels):
                 of_panel = logits[:, panel * PANEL : (panel + 1) * PANEL]
@@ -275,7 +278,11 @@ class Model:
 
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
         """Compute logits of hidden states."""
-        scores[:] = self.head(self._normed(hidden, self.norm))
+        scores[:] = self._logits(hidden)
+
+    def _logits(self, x: np.ndarray) -> np.ndarray:
+        logits = self.head(self._normed(x, self.norm))
+        return capped(logits, self.logit_cap) if self.logit_cap else logits
 
     def _run_attention(
         self,
@@ -411,6 +418,7 @@ class Model:
         scores = np.zeros(keys.shape[:2], F)
         for entry in range(self.heads.depth):
             scores = fma(queries[:, entry, None], keys[:, :, entry], scores)
+        scores = capped(scores, F(self.heads.cap)) if self.heads.cap else scores
         top = scores.max(axis=-1, keepdims=True)
         sink = np.array(sinks, F)[:, None] if len(sinks) else None  # scores without values
         top = top if sink is None else np.maximum(top, sink)

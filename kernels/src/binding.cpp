@@ -235,23 +235,24 @@ nb::tuple kv_formats() {
 
 /// `scale` of the attention scores; 0: 1 / sqrt(depth).
 Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale,
-                 bool is_gated) {
+                 bool is_gated, float cap) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
     const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
     if (found == std::end(kKvFormats)) throw std::invalid_argument("the kv_dtype " + kv_dtype + " is not known");
     if (scale == 0.0f) scale = 1.0f / __builtin_sqrtf(static_cast<float>(depth));
-    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon, is_gated};
+    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon, is_gated, cap};
 }
 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
                 const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
                 const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads,
-                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence, float gate_limit) {
+                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence, float gate_limit,
+                float logit_cap) {
     const Kernels* kernels = find_kernels(instruction_set);
     if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
     new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale,
-                       gate_limit > 0.0f ? Gating::clamped : is_gelu ? Gating::gelu : Gating::silu, recurrence, gate_limit},
+                       gate_limit > 0.0f ? Gating::clamped : is_gelu ? Gating::gelu : Gating::silu, recurrence, gate_limit, logit_cap},
                       {layers.begin(), layers.end()}, std::move(embedding), to_vector(norm), std::move(head), kernels,
                       threads);
 }
@@ -443,7 +444,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f,
-             "gated"_a = false)
+             "gated"_a = false, "cap"_a = 0.0f)
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
     nb::class_<Recurrence>(m, "Recurrence")
@@ -475,7 +476,7 @@ NB_MODULE(_native, m) {
     model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
              "norm"_a, "head"_a, "instruction_set"_a, "threads"_a, "rotations"_a = 1, "embedding_scale"_a = 1.0f,
-             "gelu"_a = false, "recurrence"_a = Recurrence{}, "gate_limit"_a = 0.0f)
+             "gelu"_a = false, "recurrence"_a = Recurrence{}, "gate_limit"_a = 0.0f, "logit_cap"_a = 0.0f)
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("mean_experts", &Model::mean_experts)

@@ -132,6 +132,7 @@ struct Heads {
     float scale;  // factor of attention scores
     float epsilon;  // epsilon of the norms of queries and keys
     bool is_gated = false;  // results are multiplied by the sigmoid of a gate of their own
+    float cap = 0.0f;  // scores become cap tanh(score / cap); 0: they stay
 
     int group() const { return queries / keys; }
     int width() const { return round_up(depth, kLanes); }
@@ -209,6 +210,17 @@ struct ChooseExperts {
     float* weights;  // [rows, shares]
 };
 
+constexpr int kCapped = 4096;  // columns of a unit of CapLogits
+
+/// Changes logits to cap tanh(x / cap). One unit: kCapped columns of a row.
+struct CapLogits {
+    float* x;  // [rows, columns]
+    int columns;
+    float cap;
+
+    int units_a_row() const { return (columns + kCapped - 1) / kCapped; }
+};
+
 constexpr int kMixed = 256;  // columns of a unit of MixExperts
 
 /// x[row] = sum of the outputs of its experts, in the order of their numbers, and of the shared expert, each times its
@@ -268,6 +280,7 @@ struct Kernels {
     void (*score_experts)(const ScoreExperts&, int vector);
     void (*choose_experts)(const ChooseExperts&, int row);
     void (*mix_experts)(const MixExperts&, int unit);
+    void (*cap_logits)(const CapLogits&, int unit);
     int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
     int64_t (*multiply_only)(int rounds, float* out);  // returns the number of products; out [kMeasuredSums]
 };

@@ -51,6 +51,7 @@ struct Shape {
     Gating gating = Gating::silu;
     Recurrence recurrence{};
     float gate_limit = 0.0f;  // of clamped gating
+    float logit_cap = 0.0f;  // logits become cap tanh(logit / cap); 0: they stay
 
     int rope_floats() const { return rotations * heads.depth; }
 };

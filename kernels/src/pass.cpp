@@ -244,7 +244,7 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     normalize(model_.norm_, in_form_for(head, normalized_), rows, count, member);
     if (!forest_.panels) {
         multiply(model_.num_layers(), head, start_of(head, member), normalized_, count, scores_, model_.outputs(), false, member);
-        return;
+        return cap_logits(count, member);
     }
     const Product all{head.panels(),
                       plan_prefetch(model_.num_layers(), forest_.num_panels, start_of(head, member), member),
@@ -259,6 +259,12 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
         task.out += static_cast<int64_t>(unit - panel) * kPanel;
         kernels_.product(task, panel);
     });
+    cap_logits(count, member);
+}
+
+void Model::Pass::cap_logits(int rows, Team::Member& member) {
+    const CapLogits task{scores_, model_.num_logits(forest_), model_.shape_.logit_cap};
+    if (task.cap > 0.0f) team_.share(member, rows * task.units_a_row(), [&](int unit) { kernels_.cap_logits(task, unit); });
 }
 
 void Model::Pass::embed(int row) {

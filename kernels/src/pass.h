@@ -47,7 +47,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// The largest number of phases of `run`.
-    int phases() const { return 16 * model_.num_layers() + 5 + forest_.hidden_request.num_layers + num_waves_; }
+    int phases() const { return 16 * model_.num_layers() + 6 + forest_.hidden_request.num_layers + num_waves_; }
 
     /// Runs on every member of the team.
     void run(Team::Member& member);
@@ -84,6 +84,7 @@ class Model::Pass {
     void run_attention(int number, Team::Member& member);
     void run_mlp(int number, Team::Member& member);
     void score(const int* rows, int count, Team::Member& member);
+    void cap_logits(int rows, Team::Member& member);
     void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
     void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
     void normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,

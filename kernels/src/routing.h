@@ -69,6 +69,12 @@ void choose_experts(const ChooseExperts& task, int row) {
         weights[n] = (router.norms ? weights[n] / (total + router.epsilon) : weights[n]) * router.scale;
 }
 
+void cap_logits(const CapLogits& task, int unit) {
+    const int row = unit / task.units_a_row(), first = unit % task.units_a_row() * kCapped;
+    const int count = task.columns - first < kCapped ? task.columns - first : kCapped;
+    cap_all(task.x + static_cast<int64_t>(row) * task.columns + first, count, task.cap);
+}
+
 void mix_experts(const MixExperts& task, int unit) {
     const int row = unit / task.units_a_row(), first = unit % task.units_a_row() * kMixed;
     const int end = first + kMixed < task.stride ? first + kMixed : task.stride;

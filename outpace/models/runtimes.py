@@ -166,10 +166,12 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 def _build_captured(
     captured: Callable[..., Model], plain: Callable[..., Model], config: LlamaConfig, *arguments: Any, **options: Any
 ) -> Model:
-    """Build a model with captured passes, or a plain one if it has recurrent layers or mixtures of experts."""
-    if not (config.recurrence or config.experts):
+    """Build a model with captured passes, or a plain one if it has parts that these do not compute."""
+    parts = {"recurrent layers": config.recurrence, "experts": config.experts, "capped scores": config.score_cap}
+    reason = next((name for name, part in parts.items() if part), None)
+    if reason is None:
         return captured(config, *arguments, **options)
-    model, reason = plain(config, *arguments, **options), "recurrent layers" if config.recurrence else "experts"
+    model = plain(config, *arguments, **options)
     model.notice = f"its passes are not captured, because it has {reason}"
     return model
 

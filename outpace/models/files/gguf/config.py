@@ -91,7 +91,7 @@ def _divisors(header: GgufHeader, name: str) -> list[float]:
 
 
 SOFTMAX_OF_ALL, SIGMOIDS, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of expert_gating_func
-GEMMA_LARGEST = 62  # layers of Gemma 3 27B
+GEMMA2_LARGEST, GEMMA_LARGEST = 46, 62  # layers of Gemma 2 and 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding: hard-coded in llama.cpp, not in the file
 
 LAYER_PARTS = {
@@ -177,6 +177,7 @@ SHARED = {"expert_shared_feed_forward_length", "expert_shared_count"}
 HONOURED_BY = {
     "llama": OF_EXPERTS,
     **dict.fromkeys(("qwen3moe", "olmoe", "gpt-oss"), OF_EXPERTS),
+    "gemma2": {gemma.SCORE_CAP, gemma.LOGIT_CAP},
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
     "qwen35moe": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},
@@ -254,6 +255,20 @@ def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "no_rope_layers": [int((layer + 1) % SMOLLM3_NO_ROPE != 0) for layer in range(own["block_count"])],
         **_no_window(header, own),
         **_biases(header),
+    }
+
+
+def _gemma2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate Gemma 2. As in llama.cpp, the largest model scales scores by hidden_size / heads."""
+    is_largest = own["block_count"] == GEMMA2_LARGEST
+    caps = (gemma.SCORE_CAP, gemma.LOGIT_CAP)
+    return {
+        "model_type": gemma.GEMMA2_TYPE,
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "sliding_window": own.get("attention.sliding_window"),
+        "query_pre_attn_scalar": _default_head_dim(own) if is_largest else own["attention.key_length"],
+        **{name: shortest_decimal(own.get(name)) for name in caps},
     }
 
 
@@ -407,6 +422,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
         **_no_window(header, own),
     },
     "smollm3": _smollm3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "qwen35": _qwen35,

@@ -49,7 +49,8 @@ class Family:
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
     `recurrence` reads the sizes of recurrent layers, and which layers these are; `experts` those of mixtures of
-    experts. `own_name`: Llama's name of a tensor; `stored_name`: the checkpoint's, from Llama's.
+    experts. `honoured`: fields that other architectures refuse. `own_name`: Llama's name of a tensor; `stored_name`: the
+    checkpoint's, from Llama's.
     """
 
     architecture: str
@@ -70,6 +71,7 @@ class Family:
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
     experts: Callable[[Fields, int], ExpertLayers] | None = None
+    honoured: tuple[str, ...] = ()
     own_name: Callable[[str], str] = str
     stored_name: Callable[[str], str] = str
 
@@ -128,6 +130,17 @@ FAMILIES = {
         slides=lambda fields, rotates: [not rotated for rotated in rotates],
         by_layer=True,
         skips_rotation=True,
+    ),
+    gemma.GEMMA2_TYPE: Family(
+        gemma.GEMMA2_ARCHITECTURE,
+        gemma.GEMMA2_DEFAULTS,
+        mlp_bias=False,
+        activation=GELU,
+        slides=even_layers,
+        by_layer=True,
+        always_slides=True,
+        constants=gemma.read_gemma2,
+        honoured=(gemma.SCORE_CAP, gemma.LOGIT_CAP),
     ),
     gemma.MODEL_TYPE: Family(
         gemma.ARCHITECTURE,

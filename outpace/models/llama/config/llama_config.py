@@ -97,6 +97,8 @@ class LlamaConfig:
     expert_layers: tuple[bool, ...] = ()  # (): none
     joint_norm: bool = False  # whether all heads' queries, and all keys, are normed as one vector, not by head
     sinks: bool = False  # whether each head has a score that takes a share of the softmax and adds nothing
+    score_cap: float = 0.0  # attention scores become cap tanh(score / cap); 0: they stay
+    logit_cap: float = 0.0  # the same for logits
 
     @property
     def attention_scale(self) -> float:
@@ -317,7 +319,7 @@ def _matrix_shapes(part: str, matrices: Mapping[str, int], inputs: int, has_bias
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     activations = dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATIONS[family.activation])
     for name, harmless in (REFUSED_UNLESS | activations).items():
-        if family.experts and name in COUNTS:
+        if (family.experts and name in COUNTS) or name in family.honoured:
             continue
         value = fields.get(name)
         if value is not None and value not in harmless:

@@ -259,6 +259,7 @@ class NativeLlama(Model):
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
         scale = {"scale": config.query_scale} if config.query_scale else {}
         scale |= {"gated": True} if config.output_gate else {}
+        scale |= {"cap": config.score_cap} if config.score_cap else {}
         self.heads = self.kernels.Heads(
             config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
         )
@@ -289,6 +290,7 @@ class NativeLlama(Model):
             embedding_scale=config.embedding_scale,
             gelu=config.activation == GELU,
             gate_limit=config.experts.limit if config.experts else 0.0,
+            logit_cap=config.logit_cap,
             **self.recurrence,
         )
 

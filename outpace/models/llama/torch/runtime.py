@@ -30,7 +30,7 @@ from outpace.models.llama.config.draft_vocab import checked_ids, num_first_token
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
-from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
+from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView, capped
 from outpace.models.llama.torch.experts import ROUTER, ExpertWeights
 from outpace.models.llama.torch.linear import (
     COUNTS,
@@ -99,9 +99,9 @@ class Llama(Model):
         if exact and not self.exact:
             raise UserError(f"exact mode is not available for {self.dtype} on {self.device}, {self.exact_where}")
         self._attention: list[ExactAttention | FastAttention] = [
-            ExactAttention(layer.bounds, self.device, layer.sinks)
+            ExactAttention(layer.bounds, self.device, layer.sinks, config.score_cap)
             if self.exact
-            else FastAttention(self.dtype, layer.sinks)
+            else FastAttention(self.dtype, layer.sinks, config.score_cap)
             for layer in layers
         ]
         self._rope = RopeTables(config, self._attention[0].factor_dtype, self.device)
@@ -393,6 +393,8 @@ class Llama(Model):
         if not len(x):
             return self._no_logits()
         logits = self._head_product(linear, self._norm_output(pad_rows(x, self._head_counts)))[: len(x)]
+        if self.config.logit_cap:
+            logits = capped(logits.double(), self.config.logit_cap).to(logits.dtype)
         if ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size + 1), -math.inf)
             logits = wide.scatter_(1, ids.expand(len(x), -1), logits)
