@@ -222,7 +222,7 @@ def test_queries_keys_and_values_stay_within_the_bounds_of_their_grids(pair: Pai
         rows = weight / weight.norm(dim=1, keepdim=True)
         mixed = layer.qkv.linear(torch.cat([worst, -worst, rows, -rows]))
         if layer.head_norm is not None:
-            mixed = model._norm_heads(mixed, layer.head_norm)
+            mixed = model._norm_heads(number, mixed, layer.head_norm)
         turns = model._rope(torch.arange(len(mixed)) % 50)[config.rotation(number)]
         turned = FastAttention(torch.float32).prepare(mixed, turns)  # [inputs, heads.., head_dim]
         is_value = layer.bounds[:, 1] == 1

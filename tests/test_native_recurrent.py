@@ -272,7 +272,7 @@ def test_states_are_counted_as_memory() -> None:
     model, plain = native_tiny(QWEN), native_tiny(replace(QWEN, recurrence=None, recurrent_layers=()))
     sizes = QWEN.recurrence
     assert sizes is not None
-    states = model.session_bytes(64) - model.kernels.Store.bytes_of(model.heads, 1, 64)
+    states = model.session_bytes(64) - model.kernels.Store.bytes_of([model.heads], 64)
     assert states >= QWEN.num_recurrent_layers * sizes.state_size * 4
     assert model.token_bytes == plain.token_bytes // 4  # only one layer of four has keys and values
 

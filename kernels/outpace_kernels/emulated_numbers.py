@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-GROUP, PANEL, LANES, MAX_DEPTH, MAX_USED_EXPERTS = 64, 32, 16, 256, 64
+GROUP, PANEL, LANES, MAX_DEPTH, MAX_USED_EXPERTS = 64, 32, 16, 512, 64
 HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 if all weights do (Q6_K)
 ARITHMETIC = 2  # increase when a change affects the bits of logits
 F = np.float32

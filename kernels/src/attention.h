@@ -185,7 +185,9 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         queries[q] = {mixed + head * heads.depth, task.visible_slots[row].within(task.window, task.is_causal),
                       scores + static_cast<int64_t>(q) * store.slots, 0, task.sinks ? task.sinks + head : nullptr, 0, 0};
     }
-    alignas(64) float out[kQueries * kDepthMax] = {};
+    alignas(64) float out[kQueries * kDepthMax];
+    for (int q = 0; q < tile.count; ++q)
+        for (int i = heads.width(); i < heads.head_groups() * kGroup; ++i) out[q * kDepthMax + i] = 0.0f;
     attend_some<K, kQueries>(tile.count, heads, keys, values, tile.fetches, queries, out);
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();

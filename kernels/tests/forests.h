@@ -170,7 +170,7 @@ inline std::vector<int> text(int count, int vocabulary, int seed) {
 
 inline bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
 
-inline Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
+inline Store store_of(const Sizes& sizes) { return Store(std::vector<Heads>(sizes.layers, heads_of(sizes)), 100, 100); }
 
 /// Returns the last row's logits of a text that is fed at once.
 inline std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {

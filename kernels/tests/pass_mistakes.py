@@ -26,7 +26,7 @@ PASSES = (
     Mutation("heads are drawn together from the last to the first", "store.cpp",
              "slots > slots_ ? parts - 1 - n : n", "parts - 1 - n"),
     Mutation("a store that shrinks keeps its memory", "store.cpp",
-             "if (slots < slots_) data_.resize(bytes_of(heads_, layers_, slots));", ""),
+             "if (slots < slots_) data_.resize(bytes_of(heads_, slots));", ""),
     # optional features of passes
     Mutation("hidden states of all layers in one place", "pass.cpp", "static_cast<int64_t>(place) * request.num_rows",
              "static_cast<int64_t>(0) * request.num_rows"),

@@ -74,7 +74,7 @@ void test_growing(const Sizes& sizes) {
     const auto model = make_model(sizes, find_kernels(""), 2);
     const auto tokens = text(64, sizes.vocabulary, 6);
     const int capacity = 1 << 16;
-    Store fixed = store_of(sizes), store(heads_of(sizes), sizes.layers, capacity, 0);
+    Store fixed = store_of(sizes), store(std::vector<Heads>(sizes.layers, heads_of(sizes)), capacity, 0);
     check(store.slots() == 0 && store.bytes() == 0, "a store without slots takes nothing");
     const auto expected = score(*model, {{&fixed, 0, chain(64), 0, tokens}});
     int read = 0;
@@ -90,7 +90,7 @@ void test_growing(const Sizes& sizes) {
     for (int slots : {96, capacity, 64, 200, 40}) {
         store.resize(slots);
         check(store.slots() >= slots && store.slots() < slots + 32, "a store has the slots that were requested");
-        check(store.bytes() == Store::bytes_of(heads_of(sizes), sizes.layers, slots), "a store takes what it says");
+        check(store.bytes() == Store::bytes_of(std::vector<Heads>(sizes.layers, heads_of(sizes)), slots), "a store takes what it says");
         const int count = std::min(slots, 64);
         check(contents(store, sizes, count) == contents(fixed, sizes, count), "a store of another size holds the same");
     }

@@ -168,6 +168,7 @@ def _build_captured(
 ) -> Model:
     """Build a model with captured passes, or a plain one if it has parts that these do not compute."""
     parts = {"recurrent layers": config.recurrence, "experts": config.experts, "capped scores": config.score_cap}
+    parts |= {"layers of two sizes": config.full_heads}
     reason = next((name for name, part in parts.items() if part), None)
     if reason is None:
         return captured(config, *arguments, **options)
@@ -247,8 +248,9 @@ def _read(
             parse_layers(options.layers, config.num_layers) if options.layers is not None else range(config.num_layers)
         )
         config = config.of_layers(layers)
-        if config.recurrence and options.pp_plan is not None:
-            raise UserError(f"{path} has recurrent layers, which are not split over processes: leave out pp_plan")
+        whole = "recurrent layers" if config.recurrence else "layers of two sizes" if config.full_heads else None
+        if whole and options.pp_plan is not None:
+            raise UserError(f"{path} has {whole}, which are not split over processes: leave out pp_plan")
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
         if options.pp_plan is None:
             check_memory(source, config, options, formats, layers)

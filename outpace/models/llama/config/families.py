@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config import experts, gemma, lfm2, phi, qwen35
+from outpace.models.llama.config import experts, gemma, gemma4, lfm2, phi, qwen35
 from outpace.models.llama.config.experts import ExpertLayers
 from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
 from outpace.models.llama.config.recurrence import PARTS, Recurrence
@@ -155,6 +155,23 @@ FAMILIES = {
         local_rotation=True,
         prepare=gemma.with_flat_rope,
         constants=gemma.read_constants,
+    ),
+    gemma4.MODEL_TYPE: Family(
+        gemma4.ARCHITECTURE,
+        gemma4.DEFAULTS,
+        **NO_BIASES,
+        head_norm=True,
+        theta=gemma.THETA,
+        activation=GELU,
+        slides=gemma.sliding_layers,
+        by_layer=True,
+        always_slides=True,
+        local_rotation=True,
+        prepare=gemma4.with_flat_fields,
+        constants=gemma4.read_constants,
+        experts=gemma4.read_experts,
+        honoured=gemma4.HONOURED,
+        own_name=gemma4.own_name,
     ),
     phi.MODEL_TYPE: Family(
         phi.ARCHITECTURE,
