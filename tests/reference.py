@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LongScaling
 
 TINY = LlamaConfig(
@@ -54,6 +55,22 @@ PHI = replace(
     rope_scaling=LongScaling((1.0, 1.7, 2.5), 512, 1.2),
 )
 
+KIND = ["sliding_attention", "sliding_attention", "full_attention"]
+SMALL: dict[str, Any] = {  # Gemma 4's kinds by what they add
+    **{"model_type": "gemma4_text", "vocab_size": 131, "hidden_size": 80, "intermediate_size": 70},
+    **{"num_hidden_layers": 6, "layer_types": 2 * KIND, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 22, "global_head_dim": 36, "max_position_embeddings": 512, "sliding_window": 7},
+    **{"final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0},
+}
+JOINED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4 = {
+    "gemma4_e": {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "gemma4_large": JOINED,
+    "gemma4_experts": JOINED
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
+GEMMA4_CONFIGS = {name: from_dict(SMALL | changes) for name, changes in GEMMA4.items()}
+
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32; norms around 1."""
@@ -61,7 +78,7 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         scale = 0.3 if len(shape) > 1 else 0.1
-        middle = 1.0 - config.norm_offset if "norm" in name else 0.0
+        middle = 1.0 - config.norm_offset if "norm" in name or len(shape) == 1 and "scal" in name else 0.0
         tensors[name] = torch.randn(shape, generator=generator) * scale + middle
     return tensors
 

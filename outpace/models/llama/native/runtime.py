@@ -269,6 +269,8 @@ class NativeLlama(Model):
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
         if config.scales_layers:  # and may share keys: a layer is whole
             self.capabilities = self.capabilities - {Capability.SKIP_SUBLAYERS}
+        if config.embedding_width:  # of tokens
+            self.capabilities = self.capabilities - {Capability.INPUTS}
         self.heads = native_heads(self.kernels, config, self.kv_dtype)
         self.stored_heads = [
             native_heads(self.kernels, config.of_layer(number), self.kv_dtype, number) for number in config.stored_layers

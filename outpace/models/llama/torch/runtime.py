@@ -107,11 +107,14 @@ class Llama(Model):
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
         if config.scales_layers:  # and may share keys: a layer is whole
             self.capabilities = self.capabilities - {Capability.SKIP_SUBLAYERS}
+        if config.embedding_width:  # of tokens
+            self.capabilities = self.capabilities - {Capability.INPUTS}
         self._distinct: list[Tensor] = []  # numbers of experts that layers applied in the last pass
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
         self.exact = bool(self.row_counts)
+        self._wide = torch.float64 if self.exact else torch.float32  # of activations outside the MLPs
         if exact and not self.exact:
             raise UserError(f"exact mode is not available for {self.dtype} on {self.device}, {self.exact_where}")
         self._attention: list[ExactAttention | FastAttention] = [
@@ -307,17 +310,16 @@ class Llama(Model):
     def _join_embeddings(self, embeddings: TokenEmbeddings, tokens: Tensor, x: Tensor) -> Tensor:
         """Compute the tokens' embeddings for all layers from the first state: [rows, layers, width]"""
         width = len(embeddings.norm)
-        product = self._apply(embeddings.projection, x).unflatten(1, (-1, width)).float() * x.shape[1] ** -0.5
-        norm = torch.linalg.vector_norm(product, dim=-1, keepdim=True, dtype=torch.float32)
-        floor = torch.tensor(math.sqrt(width * self.config.rms_norm_eps), device=self.device)
-        product = product / torch.hypot(norm, floor) * embeddings.norm
-        return ((product + embeddings.rows(tokens) * math.sqrt(width)) * math.sqrt(0.5)).to(x.dtype)
+        product = self._apply(embeddings.projection, x).unflatten(1, (-1, width)).to(self._wide) * x.shape[1] ** -0.5
+        squares = halved_sum(product.square(), -1)[..., None]
+        normed = product * (squares + width * self.config.rms_norm_eps).rsqrt() * embeddings.norm
+        return ((normed + embeddings.rows(tokens) * math.sqrt(width)) * math.sqrt(0.5)).to(x.dtype)
 
     def _end_layer(self, layer: LayerWeights, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Add the layer's own embeddings of the tokens, [rows, width], and scale the state."""
         if layer.embedding is not None and embedded is not None:
-            inner = self._activation(self._apply(layer.embedding.gate, x)) * embedded
-            x = self._add(layer.embedding.output, layer.embedding.norm, inner, x)
+            inner = self._activation(self._apply(layer.embedding.gate, x).to(self._wide)) * embedded
+            x = self._add(layer.embedding.output, layer.embedding.norm, inner.to(x.dtype), x)
         return x if layer.scale is None else x * layer.scale
 
     def _recurrent_layer(self, number: int, x: Tensor, walk: RecurrentPass, sessions: Sequence[SessionRows]) -> Tensor:
@@ -377,7 +379,7 @@ class Llama(Model):
 
     def _mix_experts(self, layer: LayerWeights, experts: ExpertWeights, x: Tensor, count: int) -> Tensor:
         """Add the mixture of experts of the first `count` rows, those without padding, to the residual."""
-        wide = torch.float64 if self.exact else torch.float32
+        wide = self._wide
         logits, normed = self._apply_normed(layer.gate_up, x.float()), self._norm(x, experts.norm)
         total, ids = experts.apply(logits[:count], normed, self.row_counts, wide)
         self._distinct.append((ids.flatten().sort().values.diff() != 0).sum() + 1)
