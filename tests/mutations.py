@@ -20,6 +20,7 @@ from edge_mutations import EDGE_MUTATIONS
 from expert_mutations import EXPERT_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from forecast_mutations import FORECAST_MUTATIONS
+from gemma_mutations import GEMMA_MUTATIONS
 from head_mutations import HEAD_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
@@ -289,6 +290,7 @@ MUTATIONS = [
     *HEAD_MUTATIONS,
     *STEP_MUTATIONS,
     *EXPERT_MUTATIONS,
+    *GEMMA_MUTATIONS,
     *RECALL_MUTATIONS,
 ]
 

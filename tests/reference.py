@@ -78,7 +78,7 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         scale = 0.3 if len(shape) > 1 else 0.1
-        middle = 1.0 - config.norm_offset if "norm" in name or len(shape) == 1 and "scal" in name else 0.0
+        middle = 1.0 - config.norm_offset if "norm" in name or (len(shape) == 1 and "scal" in name) else 0.0
         tensors[name] = torch.randn(shape, generator=generator) * scale + middle
     return tensors
 

@@ -78,7 +78,9 @@ def factors(family: str) -> dict[str, np.ndarray]:
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = request.param
     path = tmp_path_factory.mktemp(family) / f"{family}.gguf"
-    return write_gguf(path, FAMILIES[family][1], tensors=gentle(family) | factors(family), architecture=family.partition("_")[0])
+    return write_gguf(
+        path, FAMILIES[family][1], tensors=gentle(family) | factors(family), architecture=family.partition("_")[0]
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import torch
 from passes import (
     NATIVE_TINIES,
     TINIES,
-    UNCAPTURED,
     TINY,
+    UNCAPTURED,
     assert_same,
     branch,
     fresh,
@@ -42,6 +42,7 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(os.cpu_count() or 1)
     yield
     torch.set_num_threads(before)
+
 
 # test_architectures.py compares the others with transformers
 IN_REFERENCE, NATIVE_IN_REFERENCE = (

@@ -134,9 +134,7 @@ class Store:
         self.data = [np.zeros((2, one.keys, capacity if slots < 0 else slots, one.depth), F) for one in heads]
 
     @staticmethod
-    def bytes_of(
-        heads: Sequence[Heads], slots: int, recurrence: Recurrence = NO_RECURRENCE, places: int = 0
-    ) -> int:
+    def bytes_of(heads: Sequence[Heads], slots: int, recurrence: Recurrence = NO_RECURRENCE, places: int = 0) -> int:
         """Return the bytes of `slots` slots, of the states, and of what `places` nodes stash."""
         total = recurrence.layers * (recurrence.state_size + places * recurrence.stash_size) * 4
         for one in heads:
@@ -469,9 +467,7 @@ class Model:
                 for x, norm in both
             )
             norms = (), ()
-        queries, keys = (
-            self._rotate(x, norm, angles, heads) for x, norm in zip((queries, keys), norms, strict=True)
-        )
+        queries, keys = (self._rotate(x, norm, angles, heads) for x, norm in zip((queries, keys), norms, strict=True))
         queries = queries * scale
         out, row = [], 0
         for place, (store, committed, pending, count, sees) in enumerate(spans):

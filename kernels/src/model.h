@@ -132,6 +132,7 @@ class Model {
     const Shape& shape() const { return shape_; }
     int num_layers() const { return static_cast<int>(layers_.size()); }
     const Heads& heads(int layer) const { return layers_[layer]->heads ? *layers_[layer]->heads : shape_.heads; }
+    int rotation(int layer) const { return layers_[layer]->rotation; }
     /// Floats of a row's rotations, one after the other, each as long as the heads that it turns.
     int rope_floats() const { return rope_starts_.back(); }
     bool takes_states() const { return !layers_.empty() && !layers_[0]->token_norm.empty(); }

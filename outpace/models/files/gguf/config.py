@@ -376,7 +376,9 @@ def _by_layer(header: GgufHeader, own: Mapping[str, Any], name: str, layers: int
     value = own.get(name)
     found = value if isinstance(value, list) else [value] * layers
     if len(found) != layers or not all(isinstance(one, int) and one > 0 for one in found):
-        raise UserError(f"{header.path}: gemma4.{name} is {value!r:.100}, it must have a size for each of {layers} layers")
+        raise UserError(
+            f"{header.path}: gemma4.{name} is {value!r:.100}, it must have a size for each of {layers} layers"
+        )
     return found
 
 
@@ -754,9 +756,12 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
                 found = f"has shape {list(entry.shape)}, expected {list(shape)} ({said})"
                 raise UserError(f"{header.path}: tensor {name!r} {found}")
             sources |= dict.fromkeys([target, *others], name)
-        elif name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS) or first in OTHER_MODELS or {*COMPUTED} & {*inner}:
-            continue
-        elif config.is_unused(target):
+        elif (
+            name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS)
+            or first in OTHER_MODELS
+            or {*COMPUTED} & {*inner}
+            or config.is_unused(target)
+        ):
             continue
         elif not name.endswith(".bias") or entry.raw().any():
             is_beyond = first == "blk" and inner[0].isdecimal() and int(inner[0]) >= config.num_layers

@@ -95,9 +95,7 @@ def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
     is_wide = flag(fields, "use_double_wide_mlp") and first_shared < layers
     joins = flag(fields, "attention_k_eq_v")
     kv_heads = size(fields, "num_key_value_heads")
-    full = FullHeads(
-        size(fields, GLOBAL_DIM, 512), size(fields, GLOBAL_HEADS, kv_heads) if joins else kv_heads, joins
-    )
+    full = FullHeads(size(fields, GLOBAL_DIM, 512), size(fields, GLOBAL_HEADS, kv_heads) if joins else kv_heads, joins)
     if size(fields, "num_attention_heads") % full.num_kv_heads or full.head_dim % 2:
         allowed = "heads must be a multiple of them, and head_dim even"
         raise UserError(f"layers without a window have {full.num_kv_heads} heads of {full.head_dim} keys, {allowed}")

@@ -65,6 +65,4 @@ def check_supported(kernels: Any, config: LlamaConfig) -> None:
             raise UnsupportedShape(f"{name} is {depth}, native kernels take multiples of {kernels.LANES}{most}")
     head_dim = max(config.kv_heads)
     if head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
-        raise UnsupportedShape(
-            f"head_dim is {head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}"
-        )
+        raise UnsupportedShape(f"head_dim is {head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}")

@@ -273,7 +273,8 @@ class NativeLlama(Model):
             self.capabilities = self.capabilities - {Capability.INPUTS}
         self.heads = native_heads(self.kernels, config, self.kv_dtype)
         self.stored_heads = [
-            native_heads(self.kernels, config.of_layer(number), self.kv_dtype, number) for number in config.stored_layers
+            native_heads(self.kernels, config.of_layer(number), self.kv_dtype, number)
+            for number in config.stored_layers
         ]
         self._mlp_width = padded_width(self.kernels, max(config.widths or [config.intermediate_size]))
         self._threads = options.threads or num_cores()

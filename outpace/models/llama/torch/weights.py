@@ -134,7 +134,9 @@ def load_layer(config: LlamaConfig, number: int, fetch: FetchTensor) -> LayerWei
         gate_up, down = dense()
     if config.embedding_width:
         output = linear(gemma4.PROJECTION, False)
-        embedding = EmbeddingBranch(linear(gemma4.GATE, False), output, _scaled(_norm(config, fetch, prefix + gemma4.PROJECTION_NORM)))
+        embedding = EmbeddingBranch(
+            linear(gemma4.GATE, False), output, _scaled(_norm(config, fetch, prefix + gemma4.PROJECTION_NORM))
+        )
     if config.recurrence and config.is_recurrent(number):
         part = "linear_attn." if config.recurrence.is_delta_net else "conv."
         inputs = [fetch(f"{prefix}{part}in_proj{end}.weight") for end in _RECURRENT_INPUTS[part]]
@@ -276,6 +278,10 @@ def _bounds(
     lengths *= config.gain(number)
     lengths[: config.num_heads] *= config.attention_scale  # the queries' factors include it
     is_value = torch.arange(len(heads)) >= config.num_heads + config.num_kv_heads
-    largest = head_norm.double().abs().amax(dim=1).cpu() if head_norm is not None and config.norms_values else heads.amax(dim=1)
+    largest = (
+        head_norm.double().abs().amax(dim=1).cpu()
+        if head_norm is not None and config.norms_values
+        else heads.amax(dim=1)
+    )
     slack = 1.001 + 8 * torch.finfo(weight.dtype).eps  # covers the rounding of inputs and products
     return torch.stack([torch.where(is_value, largest, lengths) * slack, is_value.double()], dim=1)
