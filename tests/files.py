@@ -133,7 +133,7 @@ GEMMA4_NAMES = {  # of parts of layers, and of others, in a file
 
 
 def gemma4_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what a GGUF file of Gemma 4 has: other names, experts in stacks, and divisors of the pairs' frequencies."""
+    """Return what a GGUF file of Gemma 4 has: other names, experts in stacks, divisors of frequencies."""
     found: dict[str, np.ndarray] = {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)}
     for name, values in tensors.items():
         prefix, _, part = name.removeprefix("model.layers.").partition(".")

@@ -1,4 +1,4 @@
-// A model with heads of two sizes, keys that later layers read, embeddings by layer, experts beside MLPs, and caps.
+// A model with heads of two sizes, keys that later layers read, embeddings by layer, and caps.
 #include "forests.h"
 
 namespace outpace {

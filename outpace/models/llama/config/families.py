@@ -49,8 +49,8 @@ class Family:
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
     `recurrence` reads the sizes of recurrent layers, and which layers these are; `experts` those of mixtures of
-    experts. `honoured`: fields that other architectures refuse. `own_name`: Llama's name of a tensor; `stored_name`: the
-    checkpoint's, from Llama's.
+    experts. `honoured`: fields that other architectures refuse. `own_name`: Llama's name of a tensor;
+    `stored_name`: the checkpoint's, from Llama's.
     """
 
     architecture: str

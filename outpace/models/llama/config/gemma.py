@@ -1,8 +1,8 @@
 """Differences of Gemma 2 and 3 from Llama (arXiv:2408.00118, arXiv:2503.19786).
 
-Norms store their weights minus one, and attention and the MLP each have a second norm after them. In Gemma 3 five layers
-of six have a sliding window and a rotary base of their own; the sixth sees everything and uses the other base, which may
-be scaled. In Gemma 2 every second layer has a window, and scores and logits are capped: cap tanh(x / cap).
+Norms store their weights minus one, and attention and the MLP each have a second norm after them. In Gemma 3 five
+layers of six have a sliding window and a rotary base of their own; the sixth sees everything and uses the other base,
+which may be scaled. In Gemma 2 every second layer has a window, and scores and logits are capped: cap tanh(x / cap).
 """
 
 from __future__ import annotations

@@ -138,8 +138,9 @@ def read_experts(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
     """Read the experts that all layers have besides their MLPs, or none have."""
     if fields.get("num_experts") is None:
         return None, ()
-    counts = (size(fields, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
-    return Experts(*counts, is_gelu=True, beside_mlp=True), (True,) * num_layers
+    count, chosen = size(fields, "num_experts"), size(fields, "num_experts_per_tok")
+    width = size(fields, "moe_intermediate_size")
+    return Experts(count, chosen, width, is_gelu=True, beside_mlp=True), (True,) * num_layers
 
 
 def own_name(name: str) -> str:

@@ -176,8 +176,8 @@ class NativeSession(Session):
         self.store.load_state(saved)
 
     def read(self, length: int) -> np.ndarray:
-        """Return the first `length` slots: of each layer with keys and values in turn [keys then values, kv_heads, slots,
-        head_dim], flattened, float32."""
+        """Return the first `length` slots, float32: of each layer that stores them [keys then values, kv_heads,
+        slots, head_dim], flattened."""
         found = []
         for place, layer in enumerate(self.config.stored_layers):
             sizes = self.config.of_layer(layer)

@@ -53,7 +53,7 @@ def exact_weights(scores: Tensor) -> Tensor:
 
 
 def capped(x: Tensor, cap: float) -> Tensor:
-    """Compute cap tanh(x / cap), in place; 0: no cap. By exponentials, whose bits do not depend on an element's place."""
+    """Compute cap tanh(x / cap) in place, by exponentials as softmax does; 0: no cap."""
     return x.mul_(2.0 / cap).exp_().add_(1.0).reciprocal_().mul_(-2.0 * cap).add_(cap) if cap else x
 
 

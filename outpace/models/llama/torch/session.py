@@ -92,7 +92,7 @@ class LlamaSession(Session):
             self.memory = RecurrentMemory(config.recurrence, config.num_recurrent_layers, device, is_exact)
 
     def read(self, length: int) -> Tensor:
-        """Return the first `length` slots: of each layer in turn [keys and values, kv_heads, length, width], flattened."""
+        """Return the first `length` slots, layer after layer [keys and values, kv_heads, slots, width], flattened."""
         return torch.cat([layer[:, :, :length].flatten() for layer in self.kv if layer.shape[-1]])
 
     def extend_bytes(self, parents: Sequence[int]) -> bytes:

@@ -40,8 +40,8 @@ class LayerWeights:
     rotated query and key head, and the largest entry of each value head; the second column is 1 for value heads.
     `output_norm`, `down_norm` [hidden]: weights, times sqrt(hidden), of the norms after attention and MLP. In a layer
     with `experts`, `gate_up` is the router, in float32, and there is no `down`. `sinks` [heads]: scores that take a
-    share of each head's softmax and add nothing. `scale` [1]: a factor of the state after the layer. Gemma 4's layers may
-    have an MLP besides their experts, and add an embedding of each token.
+    share of each head's softmax and add nothing. `scale` [1]: a factor of the state after the layer.
+    Gemma 4's layers may have an MLP besides their experts, and add an embedding of each token.
     """
 
     qkv: Normed
