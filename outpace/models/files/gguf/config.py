@@ -320,6 +320,9 @@ def _gemma4(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(pattern, list) or len(pattern) != layers or not 0 < sum(map(bool, pattern)) < layers:
         said = f"gemma4.attention.sliding_window_pattern is {pattern!r:.100}"
         raise UserError(f"{header.path}: {said}, it must have one entry for each of {layers} layers, and both kinds")
+    for name in (name for name in own if name.startswith("rope.scal")):
+        if own[name] not in (*UNSCALED, "none"):
+            raise UserError(f"{header.path}: gemma4.{name} {own[name]!r:.50} is not supported")
     full = [layer for layer in range(layers) if not pattern[layer]]
     local = [layer for layer in range(layers) if pattern[layer]]
     shared = own.get("attention.shared_kv_layers") or 0

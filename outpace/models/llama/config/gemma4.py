@@ -74,11 +74,7 @@ def with_flat_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(one, Mapping) or any(other != one for other in sizes) or set(one) - {*_BY_LAYER}:
             raise unsupported_field(f"{BY_LAYER} {by_layer!r:.200}")
         flat |= {_BY_LAYER[name]: value for name, value in one.items()}
-    if flag(flat, "enable_moe_block"):
-        flat["num_experts_per_tok"] = flat.get("top_k_experts")
-    else:
-        flat["num_experts"] = None
-    return flat
+    return flat | {"num_experts_per_tok": flat.get("top_k_experts")}
 
 
 _BY_LAYER = {"head_dim": GLOBAL_DIM, "num_key_value_heads": GLOBAL_HEADS}
@@ -136,7 +132,7 @@ def _kv_layers(slides: Sequence[bool], first_shared: int) -> tuple[int, ...]:
 
 def read_experts(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
     """Read the experts that all layers have besides their MLPs, or none have."""
-    if fields.get("num_experts") is None:
+    if not flag(fields, "enable_moe_block"):
         return None, ()
     count, chosen = size(fields, "num_experts"), size(fields, "num_experts_per_tok")
     width = size(fields, "moe_intermediate_size")
