@@ -167,7 +167,11 @@ def _build_captured(
     captured: Callable[..., Model], plain: Callable[..., Model], config: LlamaConfig, *arguments: Any, **options: Any
 ) -> Model:
     """Build a model with captured passes, or a plain one if it has parts that these do not compute."""
-    parts = {"recurrent layers": config.recurrence, "experts": config.experts, "capped scores": config.score_cap}
+    parts: dict[str, Any] = {
+        "recurrent layers": config.recurrence,
+        "experts": config.experts,
+        "capped scores": config.score_cap,
+    }
     parts |= {"layers of two sizes": config.full_heads}
     reason = next((name for name, part in parts.items() if part), None)
     if reason is None:

@@ -377,7 +377,7 @@ def _gemma4(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
 def _by_layer(header: GgufHeader, own: Mapping[str, Any], name: str, layers: int) -> list[int]:
     """Return a size of each layer, which a file has as a list or as one number."""
     value = own.get(name)
-    found = value if isinstance(value, list) else [value] * layers
+    found: list[Any] = value if isinstance(value, list) else [value] * layers
     if len(found) != layers or not all(isinstance(one, int) and one > 0 for one in found):
         raise UserError(
             f"{header.path}: gemma4.{name} is {value!r:.100}, it must have a size for each of {layers} layers"
