@@ -24,6 +24,7 @@ from files import (
 
 import outpace
 from outpace.models.base import chain
+from outpace.models.files.gguf.tokenizer import build
 from outpace.models.llama.config.gemma4 import OWN_NAMES
 from outpace.models.load import load_model
 
@@ -150,6 +151,30 @@ def test_every_method_writes_plain_texts(file: Path, runtime: dict[str, Any]) ->
     assert len({token for text in texts["autoregressive"] for token in text}) > 20, "texts of one token prove little"
     assert all(tokens == texts["autoregressive"] for tokens in texts.values())
     assert drafted > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("worker", ["inline", "thread", "process"])
+def test_every_worker_of_card_writes_plain_texts(file: Path, worker: str) -> None:
+    if "gemma" not in file.stem:
+        pytest.skip("other families differ in nothing that drafts see")
+    params = [outpace.SamplingParams(max_tokens=30, temperature=heat, seed=3, ignore_eos=True) for heat in (0, 1)]
+    texts = []
+    for options in ({"method": "autoregressive"}, {"method": "card", "draft": str(file), "worker": worker}):
+        with outpace.load(str(file), **options, runtime="native") as llm:
+            texts.append([result.tokens for result in llm.generate(["hello world", "hello 12"], params)])
+    assert texts[0] == texts[1]
+
+
+def test_a_tokenizer_of_gemma4_merges_words_without_their_spaces(tmp_path: Path) -> None:
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["\u2581", "a", "b", "ab", "\u2581ab"]
+    metadata = {"model": "gemma4", "tokens": tokens, "merges": ["a b", "\u2581 ab"], "bos_token_id": 2}
+    metadata |= {"unknown_token_id": 3, "token_type": [3, 3, 3, 2] + [6] * 256 + [1] * 5}
+    built = build(tmp_path / "a.gguf", {f"tokenizer.ggml.{name}": value for name, value in metadata.items()})
+    found = built.tokenizer.encode("ab ab\u00e9")
+    assert found.tokens == ["<bos>", "ab", "\u2581ab", "<0xC3>", "<0xA9>"]
+    assert built.tokenizer.decode(found.ids) == "ab ab\u00e9"
 
 
 def test_conversations_of_qwen3(tmp_path: Path) -> None:
