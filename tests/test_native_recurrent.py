@@ -279,7 +279,7 @@ def test_states_are_counted_as_memory() -> None:
 
 def test_depths_that_are_no_multiples_of_sixteen_are_refused_with_the_number() -> None:
     assert QWEN.recurrence is not None
-    for depth in (24, 272):
+    for depth in (24, 528):
         sizes = replace(QWEN.recurrence, value_depth=depth, channels=64 + 4 * depth)
         with pytest.raises(UnsupportedShape, match=f"linear_value_head_dim is {depth}, .* multiples of 16 up to 512"):
             native_tiny(replace(QWEN, recurrence=sizes))
