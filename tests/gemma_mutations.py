@@ -16,28 +16,24 @@ from outpace.models.llama.torch.weights import TokenEmbeddings
 SCORES = "test_architectures.py::test_a_text_scores_as_in_transformers[{}-None]"
 
 
-def uncapped(capped: Original) -> Original:
-    return lambda x, cap: x
+def uncapped(capped: Original, x: Any, cap: float) -> Any:
+    return x
 
 
-def of_the_first_layer(kv_layers: Original) -> Original:
+def of_the_first_layer(kv_layers: Original, slides: Any, first_shared: int) -> tuple[int, ...]:
     """Read the keys and values of the first layer of a kind, not of the last before those that share."""
-
-    def mutated(slides: Any, first_shared: int) -> tuple[int, ...]:
-        found = kv_layers(slides, first_shared)
-        first = {kind: layer for layer, kind in reversed([*enumerate(slides)])}
-        return tuple(layer if layer == own else first[slides[own]] for own, layer in enumerate(found))
-
-    return mutated
+    first = {kind: layer for layer, kind in reversed([*enumerate(slides)])}
+    found = kv_layers(slides, first_shared)
+    return tuple(layer if layer == own else first[slides[own]] for own, layer in enumerate(found))
 
 
-def of_the_other_kind(window: Original) -> Original:
+def of_the_other_kind(window: Original, config: Any, layer: int) -> int | None:
     """Give the layers that see everything a window, and the others none."""
-    return lambda config, layer: None if window(config, layer) else next(filter(None, config.windows), None)
+    return None if window(config, layer) else next(filter(None, config.windows), None)
 
 
-def of_another_token(rows: Original) -> Original:
-    return lambda embeddings, tokens: rows(embeddings, tokens.roll(1))
+def of_another_token(rows: Original, embeddings: Any, tokens: Any) -> Any:
+    return rows(embeddings, tokens.roll(1))
 
 
 GEMMA_MUTATIONS: list[Mutation] = [
