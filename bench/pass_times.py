@@ -36,6 +36,7 @@ from outpace.core.machine import memory_bandwidth
 from outpace.models.base import chain
 from outpace.models.files.find import locate, open_source
 from outpace.models.files.gguf.writer import gguf_file
+from outpace.models.llama.config import gemma4
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.native.binding import WEIGHTS, NativeOptions
 from outpace.models.llama.native.runtime import NativeLlama
@@ -160,6 +161,7 @@ def correlation(engines: Sequence[Ours | Theirs], tokens: Sequence[int]) -> floa
 def operations(config: LlamaConfig) -> int:
     """Return the multiplications and additions of weights in one row of a pass, attention not included."""
     shapes = tensor_shapes(config)
+    shapes.pop(gemma4.TABLE, None)  # looked up, as the following
     if not config.tie_embeddings:
         del shapes["model.embed_tokens.weight"]  # looked up
     return 2 * sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)

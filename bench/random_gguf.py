@@ -32,6 +32,17 @@ SCALES = {
 
 
 @dataclass(frozen=True)
+class Full:
+    """Gemma 4's layers without a window, every `interval`-th one, and what goes with them."""
+
+    interval: int
+    head_dim: int
+    kv_heads: int  # which are the values too, unless some layers share keys
+    sharing: int = 0  # the last layers, which have no keys and twice as wide MLPs
+    embedding: int = 0  # entries of a token's embedding for each layer
+
+
+@dataclass(frozen=True)
 class Shape:
     """Sizes of a model, as in config.json."""
 
@@ -55,6 +66,13 @@ class Shape:
     experts: int = 0  # of a layer, 0 for an MLP of `middle`
     used: int = 0  # experts of a token
     width: int = 0  # of an expert
+    full: Full | None = None  # Gemma 4: the layers without a window
+
+    def is_full(self, layer: int) -> bool:
+        return self.full is not None and layer % self.full.interval == self.full.interval - 1
+
+    def shares(self, layer: int) -> bool:
+        return self.full is not None and layer >= self.layers - self.full.sharing
 
     def is_recurrent(self, layer: int) -> bool:
         if self.deltas:
@@ -72,6 +90,12 @@ SHAPES = {
     "qwen3-4b": Shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 151387, 40960, "qwen2"),
     "gemma-3-1b": Shape("gemma3", 262144, 1152, 6912, 26, 4, 1, 256, 0, 32768, theta=1e6, window=512),
     "gemma-3-4b": Shape("gemma3", 262144, 2560, 10240, 34, 8, 4, 256, 0, 131072, theta=1e6, window=1024, factor=8.0),
+    "gemma-4-e2b": Shape(
+        *("gemma4", 262144, 1536, 6144, 35, 8, 1, 256, 0, 131072), theta=1e6, window=512, full=Full(5, 512, 1, 20, 256)
+    ),
+    "gemma-4-12b": Shape(  # sizes of Gemma 3 12B
+        *("gemma4", 262144, 3840, 15360, 48, 16, 8, 256, 0, 262144), theta=1e6, window=1024, full=Full(6, 512, 1)
+    ),
     "qwen3.5-0.8b": Shape(
         *(*DELTAS, 1024, 3584, 24, 8, 2, 256, 247587, 262144, "qwen35"), theta=1e7, turning=64, deltas=(16, 16, 128)
     ),
@@ -126,20 +150,25 @@ def vocabulary(shape: Shape) -> tuple[list[str], list[str]]:
 
 def write_metadata(writer: GGUFWriter, shape: Shape, num_mtp: int) -> None:
     """Write the sizes and a tokenizer. `num_mtp`: layers for multi-token prediction."""
-    name = shape.architecture
+    name, full_dim = shape.architecture, shape.full.head_dim if shape.full else shape.head_dim
+    middles = [shape.middle * (2 if shape.shares(layer) else 1) for layer in range(shape.layers)]
+    writer.add_feed_forward_length(middles if shape.full and shape.full.sharing else shape.middle)
+    if shape.full:
+        write_full(writer, shape, shape.full)
     for key, value in (
         ("context_length", shape.positions),
         ("embedding_length", shape.hidden),
-        ("feed_forward_length", shape.middle),
         ("block_count", shape.layers + num_mtp),
         ("attention.head_count", shape.heads),
-        ("attention.key_length", shape.head_dim),
-        ("attention.value_length", shape.head_dim),
-        ("rope.dimension_count", shape.turning or shape.head_dim),
+        ("attention.key_length", full_dim),
+        ("attention.value_length", full_dim),
+        ("rope.dimension_count", shape.turning or full_dim),
     ):
         writer.add_uint32(f"{name}.{key}", value)
     counts = [0 if shape.is_recurrent(layer) else shape.kv_heads for layer in range(shape.layers)]
-    writer.add_head_count_kv(counts if shape.attending else shape.kv_heads)
+    if shape.full:
+        counts = [shape.full.kv_heads if shape.is_full(layer) else shape.kv_heads for layer in range(shape.layers)]
+    writer.add_head_count_kv(counts if shape.attending or shape.full else shape.kv_heads)
     if shape.attending:
         writer.add_uint32(f"{name}.shortconv.l_cache", SHORT)
         writer.add_uint32(f"{name}.vocab_size", shape.vocab)
@@ -165,6 +194,19 @@ def write_metadata(writer: GGUFWriter, shape: Shape, num_mtp: int) -> None:
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.factor)
     (write_byte_level if shape.pre else write_sentence_piece)(writer, shape)
+
+
+def write_full(writer: GGUFWriter, shape: Shape, full: Full) -> None:
+    """Write the sizes of Gemma 4's two kinds of layers."""
+    for name in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        writer.add_uint32(f"gemma4.{name}", shape.head_dim)
+    writer.add_array("gemma4.attention.sliding_window_pattern", [not shape.is_full(one) for one in range(shape.layers)])
+    writer.add_float32("gemma4.rope.freq_base_swa", 1e4)
+    writer.add_float32("gemma4.final_logit_softcapping", 30.0)
+    writer.add_uint32("gemma4.attention.shared_kv_layers", full.sharing)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", full.embedding)
+    pairs = full.head_dim // 2
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * (pairs // 4) + [1e30] * (pairs - pairs // 4), np.float32))
 
 
 def write_sentence_piece(writer: GGUFWriter, shape: Shape) -> None:
@@ -194,11 +236,23 @@ def write_byte_level(writer: GGUFWriter, shape: Shape) -> None:
 def matrices(shape: Shape, layer: int) -> dict[str, tuple[int, int]]:
     """Return output and input sizes of the matrices of a layer."""
     width, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    middle = shape.middle * (2 if shape.shares(layer) else 1)
     mlp = {
-        "ffn_gate": (shape.middle, shape.hidden),
-        "ffn_up": (shape.middle, shape.hidden),
-        "ffn_down": (shape.hidden, shape.middle),
+        "ffn_gate": (middle, shape.hidden),
+        "ffn_up": (middle, shape.hidden),
+        "ffn_down": (shape.hidden, middle),
     }
+    if (full := shape.full) is not None:
+        if shape.is_full(layer):
+            width, narrow = shape.heads * full.head_dim, full.kv_heads * full.head_dim
+        found = mlp | {"attn_q": (width, shape.hidden), "attn_output": (shape.hidden, width)}
+        if not shape.shares(layer):
+            found["attn_k"] = (narrow, shape.hidden)
+            if full.sharing or not shape.is_full(layer):
+                found["attn_v"] = (narrow, shape.hidden)
+        if full.embedding:
+            found |= {"inp_gate": (full.embedding, shape.hidden), "proj": (shape.hidden, full.embedding)}
+        return found
     if shape.is_recurrent(layer) and shape.deltas:
         keys, values, depth = shape.deltas
         return mlp | {
@@ -235,7 +289,12 @@ def vectors(shape: Shape, layer: int) -> dict[str, np.ndarray]:
         widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
     if shape.architecture == "olmoe":
         widths |= {"attn_q_norm": shape.heads * shape.head_dim, "attn_k_norm": shape.kv_heads * shape.head_dim}
-    if shape.architecture == "gemma3":
+    if shape.full:
+        depth = shape.full.head_dim if shape.is_full(layer) else shape.head_dim
+        norms = ("attn_q_norm",) if shape.shares(layer) else ("attn_q_norm", "attn_k_norm")
+        widths |= dict.fromkeys(norms, depth) | {"layer_output_scale": 1}
+        widths |= {"post_norm": shape.hidden} if shape.full.embedding else {}
+    if shape.architecture in ("gemma3", "gemma4"):
         widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
     if is_recurrent and shape.deltas:
         widths["ssm_norm"] = shape.deltas[2]
@@ -282,6 +341,10 @@ def main() -> None:
 
     # so that a token chooses experts by itself, not by what layers add to all tokens alike
     add("token_embd.weight", shape.vocab, shape.hidden, 6 if shape.experts else 0)
+    if shape.full and (size := shape.full.embedding):
+        add("per_layer_token_embd.weight", shape.vocab, shape.layers * size)
+        add("per_layer_model_proj.weight", shape.layers * size, shape.hidden)
+        writer.add_tensor("per_layer_proj_norm.weight", np.ones(size, np.float32))
     if shape.architecture == "olmoe":
         add("output.weight", shape.vocab, shape.hidden)
     if shape.architecture == "phi3":

@@ -53,6 +53,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "gemma2": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 32,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
     "gemma3": {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
@@ -72,12 +83,81 @@ ARCHITECTURES["phi3"] = {
     "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.25, 1.5, 2.75], "long_factor": [4.0] * 4},
     "tie_word_embeddings": False,
 }
+_KIND = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA4: dict[str, Any] = {
+    **{"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "global_head_dim": 32},
+    **{"hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 6, "layer_types": 2 * _KIND},
+    **{"sliding_window": 32, "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0, "rope_theta": None},
+}
+_JOINED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4: dict[str, dict[str, Any]] = {
+    "gemma4_e": _GEMMA4
+    | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 272}
+    | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "gemma4_large": _GEMMA4 | _JOINED,
+    "gemma4_experts": _GEMMA4
+    | _JOINED
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+}
+_GEMMA4_METADATA = {
+    **{"gemma4.block_count": 6, "gemma4.attention.key_length": 32, "gemma4.attention.key_length_swa": 16},
+    **{"gemma4.attention.value_length": 32, "gemma4.attention.value_length_swa": 16, "gemma4.rope.freq_base": 1e6},
+    **{"gemma4.rope.freq_base_swa": 1e4, "gemma4.rope.dimension_count": 32, "gemma4.rope.dimension_count_swa": 16},
+    **{"gemma4.attention.sliding_window": 32, "gemma4.attention.sliding_window_pattern": 2 * [True, True, False]},
+    **{"gemma4.final_logit_softcapping": 5.0, "gemma4.attention.layer_norm_rms_epsilon": 1e-5},
+}
+_JOINED_METADATA = _GEMMA4_METADATA | {"gemma4.attention.head_count_kv": 2 * [2, 2, 1]}
+GEMMA4_METADATA: dict[str, dict[str, Any]] = {
+    "gemma4_e": _GEMMA4_METADATA
+    | {"gemma4.embedding_length_per_layer_input": 32, "gemma4.attention.shared_kv_layers": 3}
+    | {"gemma4.feed_forward_length": 3 * [96] + 3 * [192]},
+    "gemma4_large": _JOINED_METADATA,
+    "gemma4_experts": _JOINED_METADATA
+    | {"gemma4.expert_count": 8, "gemma4.expert_used_count": 2, "gemma4.expert_feed_forward_length": 32},
+}
+GEMMA4_NAMES = {  # of parts of layers, and of others, in a file
+    "layer_scalar": "layer_output_scale.weight",
+    "per_layer_input_gate.weight": "inp_gate.weight",
+    "per_layer_projection.weight": "proj.weight",
+    "post_per_layer_input_norm.weight": "post_norm.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.scale": "ffn_gate_inp.scale",
+    "mlp.gate.expert_scale": "ffn_down_exps.scale",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+}
+
+
+def gemma4_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what a GGUF file of Gemma 4 has: other names, experts in stacks, divisors of frequencies."""
+    found: dict[str, np.ndarray] = {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)}
+    for name, values in tensors.items():
+        prefix, _, part = name.removeprefix("model.layers.").partition(".")
+        if part.startswith("mlp.experts."):
+            if part.startswith("mlp.experts.0."):
+                every = (tensors[name.replace("experts.0.", f"experts.{number}.")] for number in range(8))
+                found[f"blk.{prefix}.ffn_{part.split('.')[3].removesuffix('_proj')}_exps.weight"] = np.stack([*every])
+        elif part in GEMMA4_NAMES and name.startswith("model.layers."):
+            found[f"blk.{prefix}.{GEMMA4_NAMES[part]}"] = values
+        else:
+            found[GEMMA4_NAMES.get(name, name)] = values
+    return found
+
+
 PHI_METADATA = {
     "phi3.rope.dimension_count": 8,
     "phi3.rope.scaling.original_context_length": 96,
     "phi3.attention.sliding_window": 0,
 }
 GEMMA_METADATA = {"gemma3.attention.sliding_window": 32, "gemma3.attention.key_length": 16}
+GEMMA2_METADATA = {
+    **{"gemma2.attention.sliding_window": 32, "gemma2.attention.key_length": 16, "gemma2.block_count": 4},
+    **{"gemma2.attn_logit_softcapping": 2.0, "gemma2.final_logit_softcapping": 5.0},
+}
 
 
 def smollm2_file() -> Path:
@@ -111,10 +191,11 @@ def write_gguf(path: Path, metadata: Mapping[str, Any] | None = None, kind: str 
     for key, value in (_metadata(architecture) | dict(metadata or {})).items():
         if value is not None:
             add_field(writer, key, value)
+    tensors = gemma4_tensors(tensors) if architecture == "gemma4" else tensors
     for name, values in tensors.items():
-        quantisation = GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        quantisation = GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         stored = interleaved(name, values) if architecture in ("llama", "smollm3") else values
-        if architecture == "gemma3" and "norm" in name:
+        if architecture in ("gemma2", "gemma3") and "norm" in name:
             stored = stored + np.float32(1)
         named = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         writer.add_tensor(named, stored_as(quantisation, stored), raw_dtype=quantisation)

@@ -18,6 +18,7 @@ import numpy as np
 from expert_mutations import EXPERT_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from forecast_mutations import FORECAST_MUTATIONS
+from gemma_mutations import GEMMA_MUTATIONS
 from head_mutations import HEAD_MUTATIONS
 from mutation_checks import Mutation, Original, find_difference, judge
 from option_checks import find_in_memory, find_in_options, find_in_rejection
@@ -239,6 +240,7 @@ MUTATIONS = [
     *HEAD_MUTATIONS,
     *EXPERT_MUTATIONS,
     *RECURRENT_MUTATIONS,
+    *GEMMA_MUTATIONS,
 ]
 
 

@@ -28,6 +28,7 @@ TINY = reference.TINY
 UNTIED = replace(TINY, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True)
 MIXED = replace(TINY, head_norm=True, windows=(5, None, 19), rotary_layers=(True, False, True), attention_bias=True)
 TINIES = {"tiny": TINY, "untied": UNTIED, "mixed": MIXED, "gemma": reference.GEMMA, "phi": reference.PHI}
+UNCAPTURED = {"gemma2": reference.GEMMA2, **reference.GEMMA4_CONFIGS}  # which captured passes do not compute
 NATIVE_TINIES = {
     "tiny": TINY,
     "biased": UNTIED,
@@ -36,6 +37,8 @@ NATIVE_TINIES = {
     "windows": replace(TINY, head_dim=22, windows=(5, None, 33), rotary_layers=(True, True, False)),
     "phi": reference.PHI,
     "gemma": replace(reference.GEMMA, hidden_size=100, intermediate_size=70, windows=(7, None, 40, 19)),
+    "gemma2": replace(reference.GEMMA2, vocab_size=131),
+    **reference.GEMMA4_CONFIGS,
 }
 
 
@@ -70,7 +73,7 @@ def models(*exact: bool | None) -> list[Any]:
     """Builders of the models whose passes are compared: torch's in these modes, and the native runtime's."""
     odd, ours, native = NATIVE_TINIES["odd"], dict[str, Any](), dict[str, Any]()
     for mode in exact:
-        ours |= {f"{name}-{mode}": partial(tiny, config, mode) for name, config in TINIES.items()}
+        ours |= {f"{name}-{mode}": partial(tiny, config, mode) for name, config in (TINIES | UNCAPTURED).items()}
     ours |= {kv_dtype: partial(tiny, MIXED, kv_dtype=kv_dtype) for kv_dtype in ENTRY_BYTES}
     native |= {f"native-{name}": partial(native_tiny, config) for name, config in NATIVE_TINIES.items()}
     native |= {f"native-{name}": partial(native_tiny, odd, kv_dtype=name) for name in ("float16", "int8")}

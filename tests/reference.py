@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outpace.models.llama.config.families import GELU
-from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LongScaling
 
 TINY = LlamaConfig(
@@ -42,7 +43,9 @@ GEMMA = replace(
     embedding_scale=7.0,
 )
 
-
+GEMMA2 = replace(
+    GEMMA, head_norm=False, windows=(7, None, 7, None), local_layers=(), local_theta=0.0, score_cap=2.0, logit_cap=5.0
+)
 PHI = replace(
     TINY,
     head_dim=14,
@@ -52,6 +55,22 @@ PHI = replace(
     rope_scaling=LongScaling((1.0, 1.7, 2.5), 512, 1.2),
 )
 
+KIND = ["sliding_attention", "sliding_attention", "full_attention"]
+SMALL: dict[str, Any] = {  # Gemma 4's kinds by what they add
+    **{"model_type": "gemma4_text", "vocab_size": 131, "hidden_size": 80, "intermediate_size": 70},
+    **{"num_hidden_layers": 6, "layer_types": 2 * KIND, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 22, "global_head_dim": 36, "max_position_embeddings": 512, "sliding_window": 7},
+    **{"final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0},
+}
+JOINED = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4 = {
+    "gemma4_e": {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    "gemma4_large": JOINED,
+    "gemma4_experts": JOINED
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+}
+GEMMA4_CONFIGS = {name: from_dict(SMALL | changes) for name, changes in GEMMA4.items()}
+
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of a random model by their Hugging Face names, float32; norms around 1."""
@@ -59,7 +78,7 @@ def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, Tensor]:
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         scale = 0.3 if len(shape) > 1 else 0.1
-        middle = 1.0 - config.norm_offset if "norm" in name else 0.0
+        middle = 1.0 - config.norm_offset if "norm" in name or (len(shape) == 1 and "scal" in name) else 0.0
         tensors[name] = torch.randn(shape, generator=generator) * scale + middle
     return tensors
 
@@ -89,11 +108,15 @@ def logits(config: LlamaConfig, tensor: Callable[[str], Tensor], tokens: Sequenc
         fed = _linear(config.mlp_bias, get, prefix + "mlp.down_proj", gated(gate) * up)
         x = x + added(prefix + "post_feedforward_layernorm", fed)
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return _norm(config, x, get("model.norm.weight")) @ get(head).T
+    return _capped(_norm(config, x, get("model.norm.weight")) @ get(head).T, config.logit_cap)
 
 
 def _norm(config: LlamaConfig, x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * (weight + config.norm_offset)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -135,7 +158,8 @@ def _attention(config: LlamaConfig, layer: int, get: Callable[[str], Tensor], x:
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (config.window(layer) or count))
-    scores = (query @ key.transpose(1, 2) * config.attention_scale).masked_fill(hidden, -math.inf)
+    scores = _capped(query @ key.transpose(1, 2) * config.attention_scale, config.score_cap)
+    scores = scores.masked_fill(hidden, -math.inf)
     mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(count, -1)
     return _linear(config.output_bias, get, prefix + "o_proj", mixed)
 

@@ -40,6 +40,10 @@ GIVEN: dict[str, dict[str, Any]] = {
     "full_attn_idxs": {"layer_types": None},
     "original_max_position_embeddings": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
 }
+BESIDE = {  # of Gemma 4's MLPs
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+}
+GIVEN["use_double_wide_mlp"] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 OTHERS: dict[str, Any] = {
     "max_window_layers": 2,
     "sliding_window": 9,
@@ -72,6 +76,10 @@ def written(family: str) -> dict[str, Any]:
         del fields["rms_norm_eps"]  # its own field is norm_eps
     if family == "lfm2":
         fields["block_multiple_of"] = 56  # so that every field that counts changes the width
+    if family in ("gemma2", "gemma4_text"):
+        fields |= {"sliding_window": 7, "final_logit_softcapping": 20.0}
+    if family == "gemma4_text":
+        fields |= {"vocab_size_per_layer_input": fields["vocab_size"], **BESIDE}
     if family == "gpt_oss":
         fields["rope_parameters"]["original_max_position_embeddings"] = 2  # shorter texts than the declared ones
         fields["sliding_window"] = 7

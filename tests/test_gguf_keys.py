@@ -12,7 +12,18 @@ import pytest
 import recurrent
 import torch
 import transformers
-from files import ARCHITECTURES, GEMMA_METADATA, MERGES, PHI_METADATA, tokens, weights, write_gguf
+from files import (
+    ARCHITECTURES,
+    GEMMA2_METADATA,
+    GEMMA4,
+    GEMMA4_METADATA,
+    GEMMA_METADATA,
+    MERGES,
+    PHI_METADATA,
+    tokens,
+    weights,
+    write_gguf,
+)
 from gguf.constants import Keys
 
 import outpace
@@ -89,10 +100,12 @@ def config_of(path: Path, metadata: dict[str, Any], architecture: str = "llama",
         recurrent.make(name, path.parent)
         written = recurrent.write_gguf(path.parent, path, name, **metadata)
         return read_model(open_gguf(written)).config
-    changes = ARCHITECTURES[architecture]
+    changes = (ARCHITECTURES | {"gemma4": GEMMA4["gemma4_large"]})[architecture]
     given = {f"{architecture}.{name}": value for name, value in metadata.items()}
     base = GEMMA_METADATA | {"gemma3.block_count": 7} if architecture == "gemma3" else {}
-    base = PHI_METADATA if architecture == "phi3" else base
+    base = {"phi3": PHI_METADATA, "gemma2": GEMMA2_METADATA, "gemma4": GEMMA4_METADATA["gemma4_large"]}.get(
+        architecture, base
+    )
     written = write_gguf(path, base | given, tensors=weights(**changes) | more, architecture=architecture)
     return read_model(open_gguf(written)).config
 
@@ -124,7 +137,10 @@ def test_no_key_of_an_architecture_is_ignored(tmp_path: Path, name: str) -> None
 def test_keys_that_only_some_architectures_read(tmp_path: Path, architecture: str) -> None:
     path = tmp_path / "a.gguf"
     for name in ("attention.sliding_window_pattern", "rope.freq_base_swa"):
-        if name in HONOURED_BY.get(architecture, ()):
+        if architecture == "gemma4" and name == "attention.sliding_window_pattern":
+            with pytest.raises(UserError, match=f"{name} is 2, it must have one entry for each of 6 layers"):
+                config_of(path, {name: OTHER_VALUES[name]}, architecture)
+        elif name in HONOURED_BY.get(architecture, ()):
             changed = config_of(path, {name: OTHER_VALUES[name]}, architecture)
             assert changed != config_of(path, {}, architecture)
         else:

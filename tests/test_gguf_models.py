@@ -7,7 +7,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from files import ARCHITECTURES, CONFIG, GEMMA_METADATA, PHI_METADATA, interleaved, stored_as, weights, write_gguf
+from files import (
+    ARCHITECTURES,
+    CONFIG,
+    GEMMA2_METADATA,
+    GEMMA_METADATA,
+    PHI_METADATA,
+    interleaved,
+    stored_as,
+    weights,
+    write_gguf,
+)
 
 from outpace.models.files.checkpoint import Checkpoint
 from outpace.models.files.gguf import source as gguf_weights
@@ -58,8 +68,11 @@ def test_architectures(tmp_path: Path, architecture: str) -> None:
     metadata = {f"{named}.block_count": config["num_hidden_layers"]}
     if architecture == "mistral":
         metadata["llama.attention.sliding_window"] = 32
-    if architecture == "gemma3":  # whose norms the file has whole, and the folder less one: small sums that stay exact
-        metadata |= GEMMA_METADATA
+    if architecture in (
+        "gemma2",
+        "gemma3",
+    ):  # whose norms the file has whole, and the folder less one: small sums that stay exact
+        metadata |= GEMMA_METADATA | GEMMA2_METADATA
         norms = (name for name in original if "norm" in name)
         original |= {name: np.round(original[name] * 64) / np.float32(64) for name in norms}
     more = {}

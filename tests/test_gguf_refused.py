@@ -149,7 +149,7 @@ def test_a_word_that_merges_cannot_be_sought_for(tmp_path: Path) -> None:
 
 def test_refused_contents(tmp_path: Path) -> None:
     path, cache = tmp_path / "tiny.gguf", tmp_path / "cache"
-    refused(write_gguf(path, architecture="gemma2"), cache, "'gemma2'", "qwen3", "`--runtime transformers`")
+    refused(write_gguf(path, architecture="gemma"), cache, "'gemma'", "qwen3", "`--runtime transformers`")
     refused(write_gguf(path, architecture="qwen2"), cache, "q_proj.bias")
     wrong = {"rope_freqs": np.full((8, 2), 2.0), "numbers above 0": np.array([1.0, np.nan]), "one for each": np.ones(2)}
     for word, divisors in wrong.items():

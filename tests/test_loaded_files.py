@@ -53,7 +53,8 @@ outpace.models.files: cache checkpoint find four_bits fused_experts model_kind m
 outpace.models.files.gguf: config header source tokenizer
 outpace.models.heads: config
 outpace.models.llama: weight_sources
-outpace.models.llama.config: draft_vocab experts families fields gemma lfm2 llama_config phi qwen35 recurrence rope
+outpace.models.llama.config: draft_vocab experts families fields gemma gemma4
+outpace.models.llama.config: lfm2 llama_config phi qwen35 recurrence rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: text_stream tokenizer
 outpace.planning: cost_model estimators plan planner sources

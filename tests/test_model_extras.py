@@ -36,6 +36,12 @@ def model(request: pytest.FixtureRequest) -> Any:
     return request.param()
 
 
+def need(model: Model, ability: Capability) -> None:
+    """Skip the test of a model without this ability."""
+    if ability not in model.capabilities:
+        pytest.skip(f"the model cannot {ability.value[0]}")
+
+
 def fresh_hidden(model: Model, tokens: Sequence[int], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits and hidden states after the last token of a text that is fed at once."""
     last = [len(tokens) - 1]
@@ -103,6 +109,7 @@ def test_hidden_states_are_what_the_layers_before_them_give(build: Any) -> None:
 
 
 def test_a_model_that_skips_a_layer_is_the_model_of_the_others(model: Any) -> None:
+    need(model, Capability.SKIP_SUBLAYERS)
     tokens = text(model, 20)
     less, other = model.skip_sublayers([1], [1]), of_layers(model, [0, *range(2, model.num_layers)])
     assert_same(model, last_row(less, tokens), last_row(other, tokens))
@@ -114,6 +121,8 @@ def test_a_model_that_skips_a_layer_is_the_model_of_the_others(model: Any) -> No
 
 @pytest.mark.parametrize("skipped", [(), (1,)])
 def test_a_part_with_a_length_attends_to_a_shorter_text(model: Any, skipped: tuple[int, ...]) -> None:
+    if skipped:
+        need(model, Capability.SKIP_SUBLAYERS)
     prompt, nodes = text(model, 30), text(model, 6, 1)
     parents, less = [PREFIX, 0, 1, 1, 0, 4], model.skip_sublayers(skipped, skipped)
     for length in (0, 7, 30):
@@ -128,6 +137,7 @@ def test_a_part_with_a_length_attends_to_a_shorter_text(model: Any, skipped: tup
 
 
 def test_vectors_in_place_of_tokens(model: Any) -> None:
+    need(model, Capability.INPUTS)
     tokens, others = text(model, 10), text(model, 10, 1)
     own, plain = (
         chain(model.open(20, 20), some, range(10))._replace(hidden_rows=range(10)) for some in (others, tokens)

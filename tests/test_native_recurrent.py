@@ -272,16 +272,16 @@ def test_states_are_counted_as_memory() -> None:
     model, plain = native_tiny(QWEN), native_tiny(replace(QWEN, recurrence=None, recurrent_layers=()))
     sizes = QWEN.recurrence
     assert sizes is not None
-    states = model.session_bytes(64) - model.kernels.Store.bytes_of(model.heads, 1, 64)
+    states = model.session_bytes(64) - model.kernels.Store.bytes_of([model.heads], 64)
     assert states >= QWEN.num_recurrent_layers * sizes.state_size * 4
     assert model.token_bytes == plain.token_bytes // 4  # only one layer of four has keys and values
 
 
 def test_depths_that_are_no_multiples_of_sixteen_are_refused_with_the_number() -> None:
     assert QWEN.recurrence is not None
-    for depth in (24, 272):
+    for depth in (24, 528):
         sizes = replace(QWEN.recurrence, value_depth=depth, channels=64 + 4 * depth)
-        with pytest.raises(UnsupportedShape, match=f"linear_value_head_dim is {depth}, .* multiples of 16 up to 256"):
+        with pytest.raises(UnsupportedShape, match=f"linear_value_head_dim is {depth}, .* multiples of 16 up to 512"):
             native_tiny(replace(QWEN, recurrence=sizes))
 
 

@@ -76,10 +76,10 @@ def test_kernels_of_another_version_are_refused(found: str | None, monkeypatch: 
 
 
 def test_torch_runs_what_the_kernels_do_not_support(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, head_dim=258)
+    folder = model_folder(tmp_path, head_dim=514)
     loaded = load_model(folder)
     assert isinstance(loaded.model, Llama)
-    said = "head_dim is 258, native kernels take even ones up to 256"
+    said = "head_dim is 514, native kernels take even ones up to 512"
     assert loaded.notice == f"computed in float32 by torch: {said}"
     with pytest.raises(UserError, match=said):
         load_model(folder, dtype="int8")
@@ -114,17 +114,17 @@ def test_the_own_reason_comes_first_if_transformers_refuses_too(folder: Path, mo
 
 def test_a_gguf_file_is_never_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_transformers", lambda *anything: pytest.fail("transformers was asked"))
-    with pytest.raises(UserError, match="has the architecture 'gemma2'; GGUF files are read of llama"):
-        load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma2"))
+    with pytest.raises(UserError, match="has the architecture 'gemma'; GGUF files are read of llama"):
+        load_model(write_gguf(tmp_path / "tiny.gguf", architecture="gemma"))
 
 
 def test_the_notice_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = model_folder(tmp_path, head_dim=258)
+    folder = model_folder(tmp_path, head_dim=514)
     with pytest.raises(SystemExit):
         main(["generate", PROMPT, "--target", str(folder), "--draft", str(folder), "--max-tokens", "2"])
     shown = " ".join(capsys.readouterr().err.split())
     assert f"{folder} and {folder}: computed in float32 by torch" in shown
-    assert shown.count("head_dim is 258") == 1
+    assert shown.count("head_dim is 514") == 1
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_products_are_what_the_emulation_says(names: Sequence[Sequence[str]], ro
             model = package.Model(sizes, hidden, 256, 1e-5, [layer], table, norm, table, instruction_set, 2)
             out = np.zeros((rows, 128), np.float32)
             every = np.arange(rows, dtype=np.int32)
-            model.forward([(package.Store(sizes, 1, 64), 0, 0, rows, sees)], every * 5, turns, every, out)
+            model.forward([(package.Store([sizes], 64), 0, 0, rows, sees)], every * 5, turns, every, out)
             found.append(out)
     assert np.isfinite(found[0]).all()
     assert found[0].std() > 0

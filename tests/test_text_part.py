@@ -40,6 +40,12 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"image_size": 28, "patch_size": 14},
         {"mm_tokens_per_image": 4},
     ),
+    "gemma4": (
+        "Gemma4",
+        {"sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0},
+        {"head_dim": 8, "global_head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        {"audio_config": None},
+    ),
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None},

@@ -36,10 +36,11 @@ class Experts:
         mapped: bool = False,
         gate_up_bias: np.ndarray | None = None,
         down_bias: np.ndarray | None = None,
+        scales: Sequence[float] = (),
     ) -> None:
         """`router` [experts, inputs], with one more row for the gate of the shared expert if there is one."""
         self.router, self.used, self.count, self.gates_shared = router, used, len(gate_up), gates_shared
-        self.bias, self.correction = np.array(bias, F), np.array(correction, F)
+        self.bias, self.correction, self.scales = (np.array(one, F) for one in (bias, correction, scales))
         self.is_sigmoid, self.norms, self.epsilon, self.scale = sigmoid, norms, F(epsilon), F(scale)
         inputs = -(-chunk // 64) * 64
         biases = [
@@ -100,16 +101,19 @@ class Experts:
             for column in weights.T:
                 total = total + column
             weights = weights / (total + self.epsilon)[:, None]
-        return chosen, weights * self.scale, gate
+        weights = weights * self.scale
+        return chosen, weights * self.scales[chosen] if len(self.scales) else weights, gate
 
     def apply(
         self,
         x: np.ndarray,
         gated: Callable[[np.ndarray], np.ndarray],
         shared: tuple[Matrix, Matrix] | None,
+        routed: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return the mixture of normed rows. `gated` joins gates and ups [rows, groups, 2, LANES]."""
-        chosen, weights, gate = self.choose(x)
+        """Return the mixture of normed rows. `gated` joins gates and ups [rows, groups, 2, LANES]. `routed`: what the
+        router reads instead of them."""
+        chosen, weights, gate = self.choose(x if routed is None else routed)
         self.num_distinct = len(np.unique(chosen))
         size = max(self.matrices(chosen[0, 0])[0].shared, shared[0].shared if shared else 0)
 

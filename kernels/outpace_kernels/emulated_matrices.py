@@ -88,6 +88,13 @@ class Matrix:
         return total if self.bias is None else total + self.bias
 
 
+def read_rows(name: str, rows: np.ndarray, columns: int) -> np.ndarray:
+    """Return rows of a file's tensor: float32 [rows, columns]"""
+    if name in FLOATS:
+        return floats_of(name, rows)
+    return Matrix.stored([(name, rows)], np.arange(len(rows)), columns).values()
+
+
 def _rounded(weights: np.ndarray) -> Parts:
     """Round floats to int8; 32 of an output share the scale largest / 127, rounded up to half precision.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-GROUP, PANEL, LANES, MAX_DEPTH, MAX_USED_EXPERTS = 64, 32, 16, 256, 64
+GROUP, PANEL, LANES, MAX_DEPTH, MAX_USED_EXPERTS = 64, 32, 16, 512, 64
 HALF, QUARTER = GROUP // 2, GROUP // 4  # inputs of a row share a scale by 32; by 16 if all weights do (Q6_K)
 ARITHMETIC = 2  # increase when a change affects the bits of logits
 F = np.float32
@@ -97,6 +97,11 @@ def exponential(x: np.ndarray) -> np.ndarray:
     for coefficient in (F(1) / F(120), F(1) / F(24), F(1) / F(6), F(0.5), F(1), F(1)):
         p = fma(p, r, coefficient)
     return np.ldexp(p, n.astype(np.int32)).astype(F)
+
+
+def capped(x: np.ndarray, cap: np.float32) -> np.ndarray:
+    """Return cap tanh(x / cap), computed as cap - 2 cap / (1 + e^(2 x / cap))."""
+    return fma(F(1) / (F(1) + exponential(x * (F(2) / cap))), F(-2) * cap, cap)
 
 
 def silu(x: np.ndarray) -> np.ndarray:

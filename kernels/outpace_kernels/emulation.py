@@ -19,6 +19,7 @@ from outpace_kernels.emulated_formats import FORMATS as FILE_FORMATS
 from outpace_kernels.emulated_formats import round_to_q4_1 as round_to_q4_1
 from outpace_kernels.emulated_matrices import Matrix as Matrix
 from outpace_kernels.emulated_matrices import WeightArena as WeightArena
+from outpace_kernels.emulated_matrices import read_rows
 from outpace_kernels.emulated_numbers import ARITHMETIC as ARITHMETIC
 from outpace_kernels.emulated_numbers import GROUP as GROUP
 from outpace_kernels.emulated_numbers import KV_DTYPES as KV_DTYPES
@@ -28,6 +29,7 @@ from outpace_kernels.emulated_numbers import (
     SCALED,
     F,
     as_bytes,
+    capped,
     clamped_gate,
     exponential,
     fma,
@@ -71,6 +73,11 @@ class Layer:
     token_norm: Sequence[float] = field(default_factory=list)
     experts: Experts | None = None
     sinks: Sequence[float] = field(default_factory=list)
+    heads: Heads | None = None
+    keys_of: int = -1
+    branch_norms: BranchNorms | None = None
+    embedding: EmbeddingBranch | None = None
+    scale: float = 1.0
     is_causal: bool = False
     recurrent_weights: RecurrentWeights | None = None
 
@@ -109,48 +116,55 @@ class Heads:
     epsilon: float
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(depth)
     gated: bool = False
+    cap: float = 0.0  # scores become cap tanh(score / cap); 0: they stay
+    projected: int = 2  # besides queries: keys and values, 1: keys, which are the values, or 0: neither
+    norms_values: bool = False
 
 
 NO_RECURRENCE = Recurrence()
 
 
 class Store:
-    """Keys and values [layers, 2, kv_heads, slots, depth], and recurrent states."""
+    """Keys and values of each layer [2, kv_heads, slots, depth], and recurrent states."""
 
     def __init__(
-        self, heads: Heads, layers: int, capacity: int, slots: int = -1, recurrence: Recurrence = NO_RECURRENCE
+        self, heads: Sequence[Heads], capacity: int, slots: int = -1, recurrence: Recurrence = NO_RECURRENCE
     ) -> None:
-        self.kv_dtype, self.states = heads.kv_dtype, States(recurrence)
-        self.data = np.zeros((layers, 2, heads.keys, capacity if slots < 0 else slots, heads.depth), F)
+        self.kv_dtype, self.states = heads[0].kv_dtype, States(recurrence)
+        self.data = [np.zeros((2, one.keys, capacity if slots < 0 else slots, one.depth), F) for one in heads]
 
     @staticmethod
-    def bytes_of(heads: Heads, layers: int, slots: int, recurrence: Recurrence = NO_RECURRENCE, places: int = 0) -> int:
+    def bytes_of(heads: Sequence[Heads], slots: int, recurrence: Recurrence = NO_RECURRENCE, places: int = 0) -> int:
         """Return the bytes of `slots` slots, of the states, and of what `places` nodes stash."""
-        entry = heads.depth * KV_DTYPES[heads.kv_dtype]
-        scales = -(-heads.depth // SCALED) * 2 if heads.kv_dtype == "int8" else 0
-        states = recurrence.layers * (recurrence.state_size + places * recurrence.stash_size) * 4
-        return layers * 2 * heads.keys * slots * (entry + scales) + states
+        total = recurrence.layers * (recurrence.state_size + places * recurrence.stash_size) * 4
+        for one in heads:
+            scales = -(-one.depth // SCALED) * 2 if one.kv_dtype == "int8" else 0
+            total += 2 * one.keys * slots * (one.depth * KV_DTYPES[one.kv_dtype] + scales)
+        return total
 
     def resize(self, slots: int) -> None:
         """Add or drop slots at the end."""
-        kept = self.data[..., :slots, :]
-        more = np.zeros((*kept.shape[:3], slots - kept.shape[3], kept.shape[4]), F)
-        self.data = np.concatenate([kept, more], axis=3)
+        for layer, data in enumerate(self.data):
+            kept = data[..., :slots, :]
+            more = np.zeros((*kept.shape[:2], slots - kept.shape[2], kept.shape[3]), F)
+            self.data[layer] = np.concatenate([kept, more], axis=2)
 
     def put(self, layer: int, slot: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store one slot of one layer: [kv_heads, depth] twice."""
         both = np.stack([keys, values])
         if self.kv_dtype == "float16":
             both = both.clip(-65504, 65504).astype(np.float16)
-        self.data[layer, :, :, slot] = as_bytes(both) if self.kv_dtype == "int8" else both
+        self.data[layer][:, :, slot] = as_bytes(both) if self.kv_dtype == "int8" else both
 
     def move(self, source: Sequence[int], start: int) -> None:
         """Move slots `source` to start, start + 1, ..."""
-        self.data[..., start : start + len(source), :] = self.data[..., source, :]
+        for data in self.data:
+            data[..., start : start + len(source), :] = data[..., source, :]
 
     def copy(self, other: Store, count: int) -> None:
         """Copy the first `count` slots of another store."""
-        self.data[..., :count, :] = other.data[..., :count, :]
+        for data, others in zip(self.data, other.data, strict=True):
+            data[..., :count, :] = others[..., :count, :]
 
     def keep(self, path: Sequence[int], live: Sequence[int]) -> None:
         """Commit pending nodes of the recurrent states."""
@@ -173,7 +187,42 @@ class Store:
 
     def read(self, layer: int, count: int, out: np.ndarray) -> None:
         """Return one layer's first `count` slots."""
-        out[:] = self.data[layer, :, :, :count]
+        out[:] = self.data[layer][:, :, :count]
+
+
+@dataclass
+class BranchNorms:
+    """Norms of a layer that adds an MLP and experts."""
+
+    router: Sequence[float]
+    mlp_output: Sequence[float]
+    experts: Sequence[float]
+    experts_output: Sequence[float]
+
+
+@dataclass
+class EmbeddingBranch:
+    """What adds a token's embedding for its layer."""
+
+    gate: Matrix
+    output: Matrix
+    norm: Sequence[float]
+
+
+class TokenEmbeddings:
+    """An embedding of each token for every layer."""
+
+    def __init__(self, name: str, table: np.ndarray, columns: int, projection: Matrix, norm: Sequence[float]) -> None:
+        self._name, self._table, self._columns = name, table, columns
+        self.projection, self.norm, self.bytes = projection, np.array(norm, F), 0
+
+    def join(self, x: np.ndarray, tokens: np.ndarray, epsilon: float) -> np.ndarray:
+        """Return the embeddings of all layers: [rows, layers, size]"""
+        size = len(self.norm)
+        rows = read_rows(self._name, self._table[tokens], self._columns).reshape(len(x), -1, size)
+        made = self.projection(x).reshape(rows.shape) * (F(1) / np.sqrt(F(x.shape[1])))
+        made = made * inverse_rms(made, epsilon) * self.norm
+        return (made + rows * np.sqrt(F(size))) * F(0.70710678)
 
 
 class Model:
@@ -198,11 +247,19 @@ class Model:
         gelu: bool = False,
         recurrence: Recurrence = NO_RECURRENCE,
         gate_limit: float = 0.0,
+        logit_cap: float = 0.0,
+        embeddings: TokenEmbeddings | None = None,
     ) -> None:
-        self.recurrence, self.gate_limit = recurrence, F(gate_limit)
+        self.recurrence, self.gate_limit, self.logit_cap = recurrence, F(gate_limit), F(logit_cap)
         kinds = [layer.recurrent_weights is not None for layer in layers]
-        self.numbers = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]  # among layers of its kind
-        self.rotations, self.embedding_scale, self.is_gelu = rotations, F(embedding_scale), gelu
+        own = [layer.keys_of < 0 for layer in layers]
+        self.numbers = [  # among layers of its kind, of the layer whose keys it reads
+            sum(o and k == kind for o, k in zip(own[:at], kinds, strict=False))
+            for at, kind in ((n if own[n] else layers[n].keys_of, kind) for n, kind in enumerate(kinds))
+        ]
+        depths = {layer.rotation: (layer.heads or heads).depth for layer in layers if layer.rotates}
+        self.rope_ends = np.cumsum([0, *(depths.get(one, heads.depth) // 2 for one in range(rotations))])
+        self.embedding_scale, self.is_gelu, self.embeddings = F(embedding_scale), gelu, embeddings
         self.heads, self.epsilon, self.layers = heads, epsilon, layers
         self.embedding, self.norm, self.head, self.outputs = embedding, norm, head, head.outputs
 
@@ -233,6 +290,7 @@ class Model:
             store.states.pending[pending:] = [{} for _ in range(count)]
         for number, vectors in inputs.items():
             x[rows[number]] = vectors
+        joined = self.embeddings and self.embeddings.join(x, np.asarray(tokens), self.epsilon)
         for number in range(len(self.layers) + 1):
             for place in np.flatnonzero(np.asarray(layers) == number):
                 hidden[place] = x[hidden_rows]  # type: ignore[index]
@@ -244,8 +302,9 @@ class Model:
                     if passes[1] or not self.layers[number].output
                     else self._run_mlp(number, x, [(rows[n], by[number]) for n, by in mlp_bias.items()])
                 )
+                x = x if joined is None else self._add_embedding(self.layers[number], x, joined[:, number])
         if len(wanted):
-            logits = self.head(self._normed(x[wanted], self.norm))
+            logits = self._logits(x[wanted])
             every = range(-(-logits.shape[1] // PANEL))
             for place, panel in enumerate(every if panels is None else panels):
                 of_panel = logits[:, panel * PANEL : (panel + 1) * PANEL]
@@ -275,7 +334,11 @@ class Model:
 
     def project(self, hidden: np.ndarray, scores: np.ndarray) -> None:
         """Compute logits of hidden states."""
-        scores[:] = self.head(self._normed(hidden, self.norm))
+        scores[:] = self._logits(hidden)
+
+    def _logits(self, x: np.ndarray) -> np.ndarray:
+        logits = self.head(self._normed(x, self.norm))
+        return capped(logits, self.logit_cap) if self.logit_cap else logits
 
     def _run_attention(
         self,
@@ -326,13 +389,34 @@ class Model:
         normed = self._normed(x, layer.mlp_norm)
         if layer.experts:
             shared = (layer.gate_up, layer.down) if layer.gate_up and layer.down else None
+            if layer.branch_norms:
+                return self._run_branches(layer, x, normed)
             return self._added(x, layer.experts.apply(normed, self._gated, shared), layer.mlp_output_norm)
         assert layer.gate_up
         assert layer.down
         both = layer.gate_up(normed).reshape(len(x), -1, 2, LANES)
         for rows, added in mlp_bias:
             both[rows, :, 1] = both[rows, :, 1] + added.reshape(-1, LANES)
-        return self._added(x, layer.down(self._gated(both).reshape(len(x), -1)), layer.mlp_output_norm)
+        branch, scale = layer.down(self._gated(both).reshape(len(x), -1)), F(1) if layer.embedding else F(layer.scale)
+        return self._added(x, branch, layer.mlp_output_norm) * scale
+
+    def _run_branches(self, layer: Layer, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        """Run an MLP and the experts besides it."""
+        norms, both = layer.branch_norms, layer.gate_up(normed).reshape(len(x), -1, 2, LANES)  # type: ignore[misc]
+        assert norms
+        assert layer.down
+        assert layer.experts
+        dense = layer.down(self._gated(both).reshape(len(x), -1))
+        routed, inputs = (self._normed(x, np.array(norm, F)) for norm in (norms.router, norms.experts))
+        mixture = layer.experts.apply(inputs, self._gated, None, routed)
+        branch = self._added(self._normed(dense, np.array(norms.mlp_output, F)), mixture, norms.experts_output)
+        return self._added(x, branch, layer.mlp_output_norm) * (F(1) if layer.embedding else F(layer.scale))
+
+    def _add_embedding(self, layer: Layer, x: np.ndarray, embedded: np.ndarray) -> np.ndarray:
+        """Add the tokens' embeddings for a layer."""
+        assert layer.embedding
+        branch = layer.embedding.output((gelu if self.is_gelu else silu)(layer.embedding.gate(x)) * embedded)
+        return self._added(x, branch, layer.embedding.norm) * F(layer.scale)
 
     @property
     def mean_experts(self) -> float:
@@ -363,11 +447,15 @@ class Model:
         position_gaps: Mapping[int, int],
     ) -> np.ndarray:
         """Return every row's heads, each padded to whole groups: [rows, heads * padded depth]."""
-        heads, layer, slot_layer = self.heads, self.layers[number], self.numbers[number]
+        layer, slot_layer = self.layers[number], self.numbers[number]
+        heads = layer.heads or self.heads
         parts = mixed.reshape(len(mixed), -1, heads.depth)
-        ends = np.cumsum([heads.queries, heads.keys, heads.keys])
-        queries, keys, values, gates = np.split(parts, ends, axis=1)
-        angles = rope_rows.reshape(len(rope_rows), self.rotations, -1, 2)[:, layer.rotation]
+        ends = np.cumsum([heads.queries, *([heads.keys] * heads.projected)])
+        queries, *both, gates = np.split(parts, ends, axis=1)
+        keys, values = both[0] if both else queries[:, :0], both[-1] if both else queries[:, :0]
+        values = values * inverse_rms(values, heads.epsilon) if heads.norms_values and both else values
+        angles = rope_rows.reshape(len(rope_rows), -1, 2)
+        angles = angles[:, self.rope_ends[layer.rotation] : self.rope_ends[layer.rotation + 1]]
         angles = angles if layer.rotates else np.broadcast_to(np.array([1, 0], F), angles.shape)
         scale = F(heads.scale) if heads.scale else F(1) / np.sqrt(F(heads.depth))
         norms = layer.query_norm, layer.key_norm
@@ -379,38 +467,41 @@ class Model:
                 for x, norm in both
             )
             norms = (), ()
-        queries, keys = (self._rotate(x, norm, angles) for x, norm in zip((queries, keys), norms, strict=True))
+        queries, keys = (self._rotate(x, norm, angles, heads) for x, norm in zip((queries, keys), norms, strict=True))
         queries = queries * scale
         out, row = [], 0
         for place, (store, committed, pending, count, sees) in enumerate(spans):
             there = range(committed - position_gaps.get(place, 0))
-            for node in range(count):
+            for node in range(count if heads.projected else 0):
                 store.put(slot_layer, committed + pending + node, keys[row + node], values[row + node])
             for node in range(count):
                 slots = np.array([*there, *(committed + np.flatnonzero(sees[node]))])
                 own = np.searchsorted(slots, committed + pending + node) + 1
                 first = max(own - layer.window, 0) if layer.window else 0
                 slots = slots[first : own if layer.is_causal else None]
-                out.append(self._mix(queries[row + node], *store.data[slot_layer][:, :, slots], layer.sinks))
+                out.append(self._mix(queries[row + node], *store.data[slot_layer][:, :, slots], layer.sinks, heads))
             row += count
         results = np.stack(out) * sigmoid(gates) if heads.gated else np.stack(out)
         return groups_of(results).reshape(len(mixed), -1)
 
-    def _rotate(self, x: np.ndarray, norm: Sequence[float], rope_rows: np.ndarray) -> np.ndarray:
+    def _rotate(self, x: np.ndarray, norm: Sequence[float], rope_rows: np.ndarray, heads: Heads) -> np.ndarray:
         """Normalize heads [rows, heads, depth] if there is a norm and rotate their pairs (i, i + depth / 2)."""
         if len(norm):
-            x = x * inverse_rms(x, self.heads.epsilon) * np.array(norm, F)
+            x = x * inverse_rms(x, heads.epsilon) * np.array(norm, F)
         first, second = np.split(x, 2, axis=-1)
         cosine, sine = rope_rows[:, None, :, 0], rope_rows[:, None, :, 1]
         return np.concatenate([fma(first, cosine, -(second * sine)), fma(first, sine, second * cosine)], axis=-1)
 
-    def _mix(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: Sequence[float]) -> np.ndarray:
+    def _mix(
+        self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: Sequence[float], heads: Heads
+    ) -> np.ndarray:
         """Return softmax(queries keys) values of one row, adding position after position: [heads, depth]."""
-        group = self.heads.queries // self.heads.keys
+        group = heads.queries // heads.keys
         keys, values = np.repeat(keys, group, axis=0), np.repeat(values, group, axis=0)  # [heads, positions, depth]
         scores = np.zeros(keys.shape[:2], F)
-        for entry in range(self.heads.depth):
+        for entry in range(heads.depth):
             scores = fma(queries[:, entry, None], keys[:, :, entry], scores)
+        scores = capped(scores, F(heads.cap)) if heads.cap else scores
         top = scores.max(axis=-1, keepdims=True)
         sink = np.array(sinks, F)[:, None] if len(sinks) else None  # scores without values
         top = top if sink is None else np.maximum(top, sink)

@@ -1,6 +1,7 @@
 // Attention over keys in position order. Include after a lanes_*.h and rowwise.h.
 //
-// score[p] = q . k[p], a chain of fused multiply-adds over the entries of the head; weight[p] = e^(score[p] - largest)
+// score[p] = q . k[p], a chain of fused multiply-adds over the entries of the head, or cap tanh(score[p] / cap) of it
+// weight[p] = e^(score[p] - largest)
 // out = (sum over positions p of weight[p] v[p]) / (sum of weights), a chain over p for every entry.
 //
 // Scores are computed by slot, 16 at once, also for slots that a row does not see; then the scores of visible slots are
@@ -138,6 +139,7 @@ void attend_queries(const Heads& heads, const uint8_t* keys, const uint8_t* valu
         for (int i = 0; skipped > 0 && i < visible.run; ++i) query.scores[i] = query.scores[skipped + i];
         for (int i = 0; i < visible.num_more; ++i)
             query.scores[visible.run + i] = query.scores[visible.more[i] - common.base];
+        if (heads.cap > 0.0f) cap_all(query.scores, visible.count(), heads.cap);
         query.inverse = exponentials(query.scores, visible.count(), query.sink);
     }
     constexpr int kVectors = Q * kMixVectors > 16 ? kMixVectors / 2 : kMixVectors;  // sums stay in registers
@@ -183,7 +185,9 @@ void attend_tile(const Attend& task, const QueryTile& tile, float* scores) {
         queries[q] = {mixed + head * heads.depth, task.visible_slots[row].within(task.window, task.is_causal),
                       scores + static_cast<int64_t>(q) * store.slots, 0, task.sinks ? task.sinks + head : nullptr, 0, 0};
     }
-    alignas(64) float out[kQueries * kDepthMax] = {};
+    alignas(64) float out[kQueries * kDepthMax];
+    for (int q = 0; q < tile.count; ++q)
+        for (int i = heads.width(); i < heads.head_groups() * kGroup; ++i) out[q * kDepthMax + i] = 0.0f;
     attend_some<K, kQueries>(tile.count, heads, keys, values, tile.fetches, queries, out);
     for (int q = 0; q < tile.count; ++q) {
         const int row = (tile.first + q) / heads.group();

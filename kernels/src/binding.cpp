@@ -1,4 +1,5 @@
 // The Python module: buffers in, buffers out. It reads numpy arrays by their layout only.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -87,7 +88,8 @@ std::shared_ptr<Experts> make_experts(const Grid& router, int used, std::vector<
                                       std::shared_ptr<WeightArena> arena, const std::vector<float>& bias,
                                       const std::vector<float>& correction, bool is_sigmoid, bool norms, float epsilon,
                                       float scale, bool gates_shared, bool is_rounded, bool is_mapped,
-                                      const Vector& gate_up_bias, const Vector& down_bias) {
+                                      const Vector& gate_up_bias, const Vector& down_bias,
+                                      const std::vector<float>& scales) {
     const int inputs = static_cast<int>(router.shape(1)), experts = static_cast<int>(gate_up.size());
     if (chunk < 1) throw std::invalid_argument("chunk must be at least 1");
     if (static_cast<int>(router.shape(0)) != experts + gates_shared)
@@ -95,7 +97,7 @@ std::shared_ptr<Experts> make_experts(const Grid& router, int used, std::vector<
                                     std::to_string(experts) + " experts");
     Router made{experts, used, inputs, is_sigmoid, norms, epsilon, scale, gates_shared};
     made.set_weights(router.data());
-    made.bias = bias, made.correction = correction;
+    made.bias = bias, made.correction = correction, made.scales = scales;
     Experts::Source source{stored_of(gate_up, inputs, 0), stored_of(down, round_up(chunk, kGroup), chunk), is_rounded, is_mapped,
                            to_numbers(gate_up_rows), to_numbers(down_rows), nullptr};
     gate_up.insert(gate_up.end(), down.begin(), down.end());
@@ -185,7 +187,9 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
                                   const std::vector<float>& attention_output_norm,
                                   const std::vector<float>& mlp_output_norm,
                                   const std::vector<float>& token_norm, std::shared_ptr<Experts> experts,
-                                  const std::vector<float>& sinks) {
+                                  const std::vector<float>& sinks, std::optional<Heads> heads, int keys_of,
+                                  std::shared_ptr<BranchNorms> branch_norms, std::shared_ptr<EmbeddingBranch> embedding,
+                                  float scale) {
     if (rotation < 0) throw std::invalid_argument("rotation is at least 0");
     auto layer = std::make_shared<Layer>();
     if (attention_norm.size()) layer->attention_norm = padded(to_vector(attention_norm));
@@ -199,6 +203,9 @@ std::shared_ptr<Layer> make_layer(const Vector& attention_norm, const Vector& ml
     if (!mlp_output_norm.empty()) layer->mlp_output_norm = padded(mlp_output_norm);
     layer->experts = std::move(experts);
     layer->sinks = sinks;
+    layer->heads = heads, layer->keys_of = keys_of, layer->scale = scale;
+    layer->branch_norms = std::move(branch_norms);
+    layer->embedding = std::move(embedding);
     layer->qkv = std::move(qkv);
     layer->output = std::move(output);
     layer->gate_up = std::move(gate_up);
@@ -227,6 +234,20 @@ std::shared_ptr<Layer> make_recurrent(const Vector& attention_norm, const Vector
     return layer;
 }
 
+/// Makes embeddings for all layers. `table` [tokens, bytes]: rows of `columns` numbers in a format of a file.
+std::shared_ptr<TokenEmbeddings> make_embeddings(const std::string& name, Blocks table, int columns,
+                                                 std::shared_ptr<Matrix> projection, const std::vector<float>& norm) {
+    const Format format = format_of(name.c_str());
+    const FileBlock block = file_block(format);
+    const auto rows = static_cast<int64_t>(table.shape(0)), bytes = static_cast<int64_t>(table.shape(1));
+    if (columns < 1 || columns % block.inputs || bytes != static_cast<int64_t>(columns) / block.inputs * block.bytes ||
+        !projection || projection->outputs() != columns)
+        throw std::invalid_argument("the table has the wrong shape");
+    const StoredRows stored{format, table.data(), rows, bytes};
+    return std::make_shared<TokenEmbeddings>(
+        TokenEmbeddings{stored, std::make_shared<Blocks>(std::move(table)), std::move(projection), norm});
+}
+
 constexpr const char* kKvFormats[] = {"float32", "float16", "int8"};  // in the order of KvFormat
 
 nb::tuple kv_formats() {
@@ -235,25 +256,27 @@ nb::tuple kv_formats() {
 
 /// `scale` of the attention scores; 0: 1 / sqrt(depth).
 Heads make_heads(int queries, int keys, int depth, const std::string& kv_dtype, float epsilon, float scale,
-                 bool is_gated) {
+                 bool is_gated, float cap, int projected, bool norms_values) {
     if (depth < 1 || keys < 1) throw std::invalid_argument("heads must not be empty");
+    if (projected < 0 || projected > 2) throw std::invalid_argument("projected is out of range");
     const auto found = std::find(std::begin(kKvFormats), std::end(kKvFormats), kv_dtype);
     if (found == std::end(kKvFormats)) throw std::invalid_argument("the kv_dtype " + kv_dtype + " is not known");
     if (scale == 0.0f) scale = 1.0f / __builtin_sqrtf(static_cast<float>(depth));
-    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon, is_gated};
+    return {queries, keys, depth, static_cast<KvFormat>(found - kKvFormats), scale, epsilon, is_gated, cap, projected, norms_values};
 }
 
 void init_model(Model* place, const Heads& heads, int hidden, int middle, float epsilon,
                 const std::vector<std::shared_ptr<Layer>>& layers, std::shared_ptr<Matrix> embedding,
                 const Vector& norm, std::shared_ptr<Matrix> head, const std::string& instruction_set, int threads,
-                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence, float gate_limit) {
+                int rotations, float embedding_scale, bool is_gelu, const Recurrence& recurrence, float gate_limit,
+                float logit_cap, std::shared_ptr<TokenEmbeddings> embeddings) {
     const Kernels* kernels = find_kernels(instruction_set);
     if (!kernels) throw std::invalid_argument("this machine has no instruction set '" + instruction_set + "'");
     if (threads < 1) throw std::invalid_argument("threads must be at least 1");
     new (place) Model({hidden, middle, epsilon, heads, rotations, embedding_scale,
-                       gate_limit > 0.0f ? Gating::clamped : is_gelu ? Gating::gelu : Gating::silu, recurrence, gate_limit},
+                       gate_limit > 0.0f ? Gating::clamped : is_gelu ? Gating::gelu : Gating::silu, recurrence, gate_limit, logit_cap},
                       {layers.begin(), layers.end()}, std::move(embedding), to_vector(norm), std::move(head), kernels,
-                      threads);
+                      threads, std::move(embeddings));
 }
 
 void check_slots(const Store& store, const std::vector<int>& source, int start) {
@@ -264,9 +287,9 @@ void check_slots(const Store& store, const std::vector<int>& source, int start) 
 }
 
 /// Creates a store for at most `capacity` slots that holds `slots` slots; negative: all of them.
-void init_store(Store* place, const Heads& heads, int layers, int capacity, int slots, const Recurrence& recurrence) {
-    if (layers < 1 || capacity < 0 || slots > capacity) throw std::invalid_argument("capacity is out of range");
-    new (place) Store(heads, layers, capacity, slots < 0 ? capacity : slots, recurrence);
+void init_store(Store* place, const std::vector<Heads>& heads, int capacity, int slots, const Recurrence& recurrence) {
+    if (heads.empty() || capacity < 0 || slots > capacity) throw std::invalid_argument("capacity is out of range");
+    new (place) Store(heads, capacity, slots < 0 ? capacity : slots, recurrence);
 }
 
 /// Makes the sizes of recurrent layers. Throws std::invalid_argument for sizes that contradict one another.
@@ -299,8 +322,8 @@ void load(Store& store, const Array<const float, 1>& saved) {
     states_of(store).load(saved.is_valid() ? saved.data() : nullptr);
 }
 
-std::size_t store_bytes(const Heads& heads, int layers, int slots, const Recurrence& recurrence, int places) {
-    return Store::bytes_of(heads, layers, slots) + States::bytes_of(recurrence, places);
+std::size_t store_bytes(const std::vector<Heads>& heads, int slots, const Recurrence& recurrence, int places) {
+    return Store::bytes_of(heads, slots) + States::bytes_of(recurrence, places);
 }
 
 void resize(Store& store, int slots) {
@@ -315,16 +338,14 @@ void check_count(const Store& store, int count) {
 void copy(Store& store, const Store& other, int count) {
     check_count(store, count);
     check_count(other, count);
-    if (store.layers() != other.layers() || store.heads().keys != other.heads().keys ||
-        store.heads().depth != other.heads().depth || store.heads().kv_format != other.heads().kv_format)
-        throw std::invalid_argument("the other store is of another model");
+    if (!store.has_slots_of(other)) throw std::invalid_argument("the other store is of another model");
     store.copy(other, count);
 }
 
 void read(const Store& store, int layer, int count, const Array<float, 4>& out) {
     check_count(store, count);
-    const Heads& heads = store.heads();
     if (layer < 0 || layer >= store.layers()) throw std::invalid_argument("layer is out of range");
+    const Heads& heads = store.heads()[layer];
     if (out.size() != static_cast<std::size_t>(2) * heads.keys * count * heads.depth)
         throw std::invalid_argument("out has the wrong shape");
     store.read(layer, count, out.data());
@@ -399,12 +420,29 @@ NB_MODULE(_native, m) {
         .def_prop_ro("bytes", &Matrix::bytes)
         .def("read", &read_rows, "outputs"_a, "out"_a);
 
+    nb::class_<BranchNorms>(m, "BranchNorms")
+        .def(nb::new_([](const std::vector<float>& router, const std::vector<float>& mlp_output,
+                         const std::vector<float>& experts, const std::vector<float>& experts_output) {
+            return std::make_shared<BranchNorms>(
+                BranchNorms{padded(router), padded(mlp_output), padded(experts), padded(experts_output)});
+        }), "router"_a, "mlp_output"_a, "experts"_a, "experts_output"_a);
+
+    nb::class_<EmbeddingBranch>(m, "EmbeddingBranch")
+        .def(nb::new_([](std::shared_ptr<Matrix> gate, std::shared_ptr<Matrix> output, const std::vector<float>& norm) {
+            return std::make_shared<EmbeddingBranch>(EmbeddingBranch{std::move(gate), std::move(output), padded(norm)});
+        }), "gate"_a, "output"_a, "norm"_a);
+
+    nb::class_<TokenEmbeddings>(m, "TokenEmbeddings")
+        .def(nb::new_(&make_embeddings), "name"_a, "table"_a, "columns"_a, "projection"_a, "norm"_a)
+        .def_prop_ro("bytes", [](const TokenEmbeddings& embeddings) { return embeddings.projection->bytes(); });
+
     nb::class_<Layer>(m, "Layer")
         .def(nb::new_(&make_layer), "attention_norm"_a, "mlp_norm"_a, "qkv"_a, "output"_a, "gate_up"_a.none(), "down"_a.none(),
              "query_norm"_a = std::vector<float>{}, "key_norm"_a = std::vector<float>{}, "rotates"_a = true,
              "rotation"_a = 0, "window"_a = 0, "attention_output_norm"_a = std::vector<float>{},
              "mlp_output_norm"_a = std::vector<float>{}, "token_norm"_a = std::vector<float>{}, "experts"_a = nb::none(),
-             "sinks"_a = std::vector<float>{})
+             "sinks"_a = std::vector<float>{}, "heads"_a = nb::none(), "keys_of"_a = -1, "branch_norms"_a = nb::none(),
+             "embedding"_a = nb::none(), "scale"_a = 1.0f)
         .def_static("recurrent", &make_recurrent, "attention_norm"_a, "mlp_norm"_a, "input"_a, "output"_a, "gate_up"_a.none(),
                     "down"_a.none(), "filters"_a, "strengths"_a = nb::none(), "rates"_a = std::vector<float>{},
                     "time_bias"_a = std::vector<float>{}, "norm"_a = std::vector<float>{}, "experts"_a = nb::none())
@@ -420,6 +458,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("bytes", [](const Layer& layer) {
             std::size_t total = layer.qkv->bytes() + layer.output->bytes();
             for (const auto& matrix : {layer.gate_up, layer.down, layer.strengths}) total += matrix ? matrix->bytes() : 0;
+            if (layer.embedding) total += layer.embedding->gate->bytes() + layer.embedding->output->bytes();
             return total + (layer.experts ? layer.experts->row_bytes() : 0);
         });
 
@@ -427,7 +466,8 @@ NB_MODULE(_native, m) {
         .def(nb::new_(&make_experts), "router"_a, "used"_a, "gate_up"_a, "gate_up_rows"_a, "down"_a, "down_rows"_a,
              "chunk"_a, "arena"_a, "bias"_a = std::vector<float>{}, "correction"_a = std::vector<float>{},
              "sigmoid"_a = false, "norms"_a = false, "epsilon"_a = 0.0f, "scale"_a = 1.0f, "gates_shared"_a = false,
-             "rounded"_a = false, "mapped"_a = false, "gate_up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none())
+             "rounded"_a = false, "mapped"_a = false, "gate_up_bias"_a.none() = nb::none(), "down_bias"_a.none() = nb::none(),
+             "scales"_a = std::vector<float>{})
         .def_prop_ro("count", &Experts::count)
         .def_prop_ro("expert_bytes", &Experts::expert_bytes)
         .def_prop_ro("num_packed", &Experts::num_packed)
@@ -443,7 +483,7 @@ NB_MODULE(_native, m) {
 
     nb::class_<Heads>(m, "Heads")
         .def(nb::new_(&make_heads), "queries"_a, "keys"_a, "depth"_a, "kv_dtype"_a, "epsilon"_a, "scale"_a = 0.0f,
-             "gated"_a = false)
+             "gated"_a = false, "cap"_a = 0.0f, "projected"_a = 2, "norms_values"_a = false)
         .def_prop_ro("padded_depth", [](const Heads& heads) { return heads.head_groups() * kGroup; });
 
     nb::class_<Recurrence>(m, "Recurrence")
@@ -452,11 +492,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("head_groups", &Recurrence::head_groups);
 
     nb::class_<Store>(m, "Store")
-        .def("__init__", &init_store, "heads"_a, "layers"_a, "capacity"_a, "slots"_a = -1,
+        .def("__init__", &init_store, "heads"_a, "capacity"_a, "slots"_a = -1,
              "recurrence"_a = Recurrence{})
         .def_prop_ro("slots", &Store::slots)
         .def_prop_ro("bytes", &Store::bytes)
-        .def_static("bytes_of", &store_bytes, "heads"_a, "layers"_a, "slots"_a, "recurrence"_a = Recurrence{},
+        .def_static("bytes_of", &store_bytes, "heads"_a, "slots"_a, "recurrence"_a = Recurrence{},
                     "places"_a = 0)
         .def("keep", &keep, "path"_a, "live"_a)
         .def("trim_states", [](Store& store) { states_of(store).free_memory(0); })
@@ -475,7 +515,8 @@ NB_MODULE(_native, m) {
     model
         .def("__init__", &init_model, "heads"_a, "hidden"_a, "middle"_a, "epsilon"_a, "layers"_a, "embedding"_a,
              "norm"_a, "head"_a, "instruction_set"_a, "threads"_a, "rotations"_a = 1, "embedding_scale"_a = 1.0f,
-             "gelu"_a = false, "recurrence"_a = Recurrence{}, "gate_limit"_a = 0.0f)
+             "gelu"_a = false, "recurrence"_a = Recurrence{}, "gate_limit"_a = 0.0f, "logit_cap"_a = 0.0f,
+             "embeddings"_a = nb::none())
         .def_prop_ro("outputs", &Model::outputs)
         .def_prop_ro("threads", &Model::threads)
         .def_prop_ro("mean_experts", &Model::mean_experts)

@@ -75,7 +75,7 @@ void forward(Model& model, const std::vector<SpanTuple>& spans, const Numbers& t
     add_spans(forest, spans);
     add_to_spans(model, forest, position_gaps, inputs, mlp_bias);
     require_shape(rope_rows.shape(0) == tokens.shape(0) &&
-                      rope_rows.size() == tokens.shape(0) * model.shape().rope_floats(),
+                      rope_rows.size() == tokens.shape(0) * model.rope_floats(),
                   "rope_rows");
     require_shape(scores.shape(0) == wanted.shape(0) && static_cast<int>(scores.shape(1)) == model.num_logits(forest),
                   "scores");
@@ -134,7 +134,7 @@ ProposalRows score(Model& model, const std::vector<ShortSpan>& spans, const Numb
     require_shape(positions.size() == tokens.size(), "positions");
     require_shape(scores.shape(0) == wanted.size() && static_cast<int>(scores.shape(1)) == model.num_logits(forest),
                   "scores");
-    const std::vector<float> rope_rows = rope_rows_at(positions, table, model.shape().rope_floats());
+    const std::vector<float> rope_rows = rope_rows_at(positions, table, model.rope_floats());
     forest.tokens = tokens.data();
     forest.rope_rows = rope_rows.data();
     forest.rows = static_cast<int>(tokens.size());

@@ -44,6 +44,23 @@ inline Floats gelu(Floats x) {
     return x / (Floats::all(1.0f) + exponential(x * slope));
 }
 
+/// cap tanh(x / cap), computed as cap - 2 cap / (1 + e^(2 x / cap))
+inline Floats capped(Floats x, float cap) {
+    const Floats share = Floats::all(1.0f) / (Floats::all(1.0f) + exponential(x * Floats::all(2.0f / cap)));
+    return fma(share, Floats::all(-2.0f * cap), Floats::all(cap));
+}
+
+/// Caps `count` numbers in place; what follows them is unchanged.
+inline void cap_all(float* x, int count, float cap) {
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes) capped(Floats::load(x + i), cap).store(x + i);
+    if (i == count) return;
+    alignas(64) float last[kLanes] = {};
+    for (int n = i; n < count; ++n) last[n - i] = x[n];
+    capped(Floats::load(last), cap).store(last);
+    for (int n = i; n < count; ++n) x[n] = last[n - i];
+}
+
 inline float first_lane(Floats x) {
     alignas(64) float lanes[kLanes];
     x.store(lanes);

@@ -25,7 +25,7 @@ struct Normalize {
     float* normed = nullptr;  // [rows, stride]: the result in float32 too, if not null; needs a weight
 };
 
-/// x[row] += branch[row] / rms(branch[row]) * weight. One unit: one row. The padding of a row of `branch` may hold
+/// x[row] = (x[row] + branch[row] / rms(branch[row]) * weight) * scale. One unit: one row. The padding of a row of `branch` may hold
 /// anything.
 struct AddNormed {
     float* x;
@@ -34,6 +34,7 @@ struct AddNormed {
     int size;
     int stride;
     float epsilon;
+    float scale = 1.0f;
 };
 
 /// Changes rows of x to x / rms(x) * weight, in float32. One unit: one row.
@@ -123,7 +124,7 @@ struct VisibleSlots {
     }
 };
 
-/// Sizes of attention, the same for all layers.
+/// Sizes of attention.
 struct Heads {
     int queries;  // number of query heads
     int keys;  // number of heads of keys and values
@@ -132,16 +133,24 @@ struct Heads {
     float scale;  // factor of attention scores
     float epsilon;  // epsilon of the norms of queries and keys
     bool is_gated = false;  // results are multiplied by the sigmoid of a gate of their own
+    float cap = 0.0f;  // scores become cap tanh(score / cap); 0: they stay
+    int projected = 2;  // what is projected besides queries: keys and values, 1: keys, which are the values, or 0: neither
+    bool norms_values = false;  // values are divided by their rms
 
     int group() const { return queries / keys; }
     int width() const { return round_up(depth, kLanes); }
-    int gates_at() const { return (queries + 2 * keys) * depth; }  // among the outputs
+    int gates_at() const { return (queries + projected * keys) * depth; }  // among the outputs
     int outputs() const { return gates_at() + (is_gated ? queries * depth : 0); }
     int head_groups() const { return round_up(depth, kGroup) / kGroup; }
 
     /// Bytes of one slot's key, or value.
     int key_bytes() const { return entries_bytes(depth); }
     int value_bytes() const { return entries_bytes(width()); }
+
+    /// Whether slots of both have the same layout.
+    bool has_slots_of(const Heads& other) const {
+        return keys == other.keys && depth == other.depth && kv_format == other.kv_format;
+    }
 
   private:
     int entries_bytes(int count) const {
@@ -150,12 +159,12 @@ struct Heads {
     }
 };
 
-/// Normalizes (if there are norms), rotates and scales queries; normalizes, rotates and stores keys; stores values. One
-/// unit: a head in up to kRotateRows rows, so that a thread finds most of its input where it wrote it.
+/// Normalizes (if there are norms), rotates and scales queries; normalizes, rotates and stores keys; stores values, which
+/// may be what the keys were. One unit: a head in up to kRotateRows rows, so that a thread finds most of its input where it wrote it.
 struct Rotate {
     Heads heads;
     int rows;
-    float* mixed;  // [rows, queries then keys then values, then gates]; queries are changed in place
+    float* mixed;  // [rows, queries then keys then values, then gates], what is projected; changed in place
     const float* rope_rows;  // [rows, depth / 2, 2]: cosine and sine; null for layers without positions
     int rope_stride;  // floats from one row to the next
     const float* query_norm;  // [depth] or null
@@ -164,7 +173,7 @@ struct Rotate {
     const int* row_spans;  // index of each row's session
     const KeyValues* spans;
 
-    int units_a_block() const { return heads.queries + heads.keys; }
+    int units_a_block() const { return heads.queries + (heads.projected ? heads.keys : 0); }
     int units() const { return units_a_block() * ((rows + kRotateRows - 1) / kRotateRows); }
 };
 
@@ -207,6 +216,39 @@ struct ChooseExperts {
     float* scores;  // changed in place
     int* chosen;  // [rows, used], rising
     float* weights;  // [rows, shares]
+};
+
+/// Joins a row's embeddings for each layer: (x / rms(x) * norm + table * table_scale) * sqrt(1 / 2), where x is multiplied
+/// by `scale` first. One unit: one row.
+struct JoinEmbeddings {
+    float* x;  // [rows, layers, size]; changed in place
+    const float* table;  // [rows, layers * size in whole groups]
+    int64_t table_stride;
+    const float* norm;  // [size]
+    int layers, size;
+    float epsilon, scale, table_scale;
+};
+
+/// gelu(x) * by, or silu, in int8. One unit: one row.
+struct GateRow {
+    const float* x;  // [rows, size]
+    const float* by;  // [rows, stride]
+    int64_t stride;
+    int size;
+    Activations out;
+    Gating gating;
+};
+
+constexpr int kEmbeddedMax = 1024;  // entries of an embedding for one layer
+constexpr int kCapped = 4096;  // columns of a unit of CapLogits
+
+/// Changes logits to cap tanh(x / cap). One unit: kCapped columns of a row.
+struct CapLogits {
+    float* x;  // [rows, columns]
+    int columns;
+    float cap;
+
+    int units_a_row() const { return (columns + kCapped - 1) / kCapped; }
 };
 
 constexpr int kMixed = 256;  // columns of a unit of MixExperts
@@ -268,6 +310,9 @@ struct Kernels {
     void (*score_experts)(const ScoreExperts&, int vector);
     void (*choose_experts)(const ChooseExperts&, int row);
     void (*mix_experts)(const MixExperts&, int unit);
+    void (*cap_logits)(const CapLogits&, int unit);
+    void (*join_embeddings)(const JoinEmbeddings&, int row);
+    void (*gate_row)(const GateRow&, int row);
     int (*rank)(const Ranking&, int count, Ranked* best);  // returns the number found, 0 for a row without order
     int64_t (*multiply_only)(int rounds, float* out);  // returns the number of products; out [kMeasuredSums]
 };

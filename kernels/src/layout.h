@@ -10,7 +10,7 @@ constexpr int kArithmetic = 2;  // increase when a change affects the bits of lo
 constexpr int kGroup = 64;  // inputs that are processed together
 constexpr int kLanes = 16;  // float32 or int32 numbers that are processed at once, on every machine
 constexpr int kPanel = 32;  // outputs that are packed together: two times kLanes
-constexpr int kDepthMax = 256;  // largest head size
+constexpr int kDepthMax = 512;  // largest head size
 
 constexpr int kStep = kPanel * 4;  // bytes of a panel's outputs x 4 inputs, one byte each
 

@@ -1,5 +1,6 @@
 #include "model.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -33,20 +34,19 @@ std::vector<float> padded(std::vector<float> values) {
 
 Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layers,
              std::shared_ptr<const Matrix> embedding, std::vector<float> norm, std::shared_ptr<const Matrix> head,
-             const Kernels* kernels, int threads)
+             const Kernels* kernels, int threads, std::shared_ptr<const TokenEmbeddings> embeddings)
     : shape_(shape),
       layers_(std::move(layers)),
       embedding_(std::move(embedding)),
       head_(std::move(head)),
       norm_(std::move(norm)),
+      embeddings_(std::move(embeddings)),
       kernels_(kernels),
       scratch_(std::make_shared<Scratch>()),
       team_(threads) {
-    int counts[2] = {0, 0};
-    for (const auto& layer : layers_) numbers_.push_back(counts[layer->recurrent ? 1 : 0]++);
+    number_layers();
     check();
-    require(counts[1] == shape_.recurrence.layers, std::to_string(counts[1]) + " layers are recurrent, expected " +
-                                                       std::to_string(shape_.recurrence.layers));
+    find_rotations();
     if (!norm_.empty()) norm_ = padded(norm_);
     for (const auto& layer : layers_) {
         if (!layer->experts) continue;
@@ -55,10 +55,42 @@ Model::Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layer
     }
 }
 
+/// Numbers the recurrent layers, and the layers whose keys and values are stored.
+void Model::number_layers() {
+    int recurrent = 0;
+    for (int layer = 0; layer < num_layers(); ++layer) {
+        const int other = layers_[layer]->keys_of;
+        require(other < layer, "a layer reads keys of a later one");
+        if (layers_[layer]->recurrent) {
+            numbers_.push_back(recurrent++);
+        } else if (other >= 0) {
+            require(layers_[other]->keys_of < 0 && !layers_[other]->recurrent && heads(other).has_slots_of(heads(layer)) &&
+                        heads(other).projected && !heads(layer).projected,
+                    "a layer cannot read the keys of layer " + std::to_string(other));
+            numbers_.push_back(numbers_[other]);
+        } else {
+            require(heads(layer).projected > 0, "a layer has no keys");
+            numbers_.push_back(static_cast<int>(stored_.size()));
+            stored_.push_back(heads(layer));
+        }
+    }
+    require(recurrent == shape_.recurrence.layers, std::to_string(recurrent) + " layers are recurrent, expected " +
+                                                       std::to_string(shape_.recurrence.layers));
+}
+
+/// Finds where each rotation begins: one that no layer uses is as long as the model's heads.
+void Model::find_rotations() {
+    std::vector<int> depths(shape_.rotations, 0);
+    for (int layer = 0; layer < num_layers(); ++layer) {
+        if (layers_[layer]->recurrent || layers_[layer]->rotation < 0) continue;
+        int& depth = depths[layers_[layer]->rotation];
+        require(!depth || depth == heads(layer).depth, "a rotation is of heads of two sizes");
+        depth = heads(layer).depth;
+    }
+    for (int depth : depths) rope_starts_.push_back(rope_starts_.back() + (depth ? depth : shape_.heads.depth));
+}
+
 void Model::check() const {
-    const Heads& heads = shape_.heads;
-    require(heads.depth >= 2 && heads.depth <= kDepthMax && heads.depth % 2 == 0, "depth is out of range");
-    require(heads.keys >= 1 && heads.queries % heads.keys == 0, "queries is no multiple of keys");
     require(shape_.rotations >= 1, "rotations is out of range");
     require(embedding_ && embedding_->inputs() == shape_.hidden, "embedding does not fit");
     require(head_ && head_->inputs() == shape_.hidden, "head does not fit");
@@ -75,6 +107,9 @@ void Model::check() const {
             check_recurrent(*layer);
             continue;
         }
+        const Heads& heads = layer->heads ? *layer->heads : shape_.heads;
+        require(heads.depth >= 2 && heads.depth <= kDepthMax && heads.depth % 2 == 0, "depth is out of range");
+        require(heads.keys >= 1 && heads.queries % heads.keys == 0, "queries is no multiple of keys");
         require(layer->rotation < shape_.rotations, "rotation is out of range");
         require(layer->window >= 0, "window is below 0");
         const bool is_joint = static_cast<int>(layer->query_norm.size()) > heads.depth;
@@ -87,17 +122,41 @@ void Model::check() const {
         require_shape(layer->output, shape_.hidden, heads.queries * heads.head_groups() * kGroup, "output");
         check_mlp(*layer);
     }
+    if (embeddings_) check_embeddings();
+}
+
+void Model::check_embeddings() const {
+    const int size = embeddings_->size();
+    require(size >= 1 && size <= kEmbeddedMax, "the size of embeddings for layers is out of range");
+    require(embeddings_->table.rows == embedding_->outputs(), "embeddings for layers have other tokens");
+    require_shape(embeddings_->projection, num_layers() * size, shape_.hidden, "projection");
+    for (const auto& layer : layers_) {
+        require(layer->embedding != nullptr, "a layer takes no embedding");
+        require_shape(layer->embedding->gate, size, shape_.hidden, "gate of embeddings");
+        require_shape(layer->embedding->output, shape_.hidden, size, "output of embeddings");
+        require_size(layer->embedding->norm, round_up(shape_.hidden, kGroup), "norm of embeddings");
+    }
 }
 
 void Model::check_mlp(const Layer& layer) const {
+    require(layer.scale == 1.0f || !layer.mlp_output_norm.empty(), "a layer with a scale has no output norm");
+    if (layer.branch_norms) {
+        require(layer.experts && layer.gate_up && shape_.hidden % kLanes == 0 && !layer.mlp_output_norm.empty(),
+                "a layer has no two branches");
+        const BranchNorms& norms = *layer.branch_norms;
+        for (const auto* norm : {&norms.router, &norms.mlp_output, &norms.experts, &norms.experts_output})
+            require_size(*norm, round_up(shape_.hidden, kGroup), "a norm of a branch");
+    }
     if (layer.experts) {
         const Router& router = layer.experts->router();
         require(layer.experts->hidden() == shape_.hidden && router.inputs == shape_.hidden, "experts do not fit");
         require(!router.gates_shared || layer.gate_up, "the gate of a shared expert has none");
+        require(router.scales.empty() || static_cast<int>(router.scales.size()) == router.experts, "scales do not fit");
         if (!layer.gate_up) return;
     }
-    const int middle = layer.experts ? layer.gate_up->outputs() / 2 : shape_.middle;
+    const int middle = layer.gate_up ? layer.gate_up->outputs() / 2 : 0;
     require(middle % kGroup == 0, "middle is no multiple of the group");
+    require(middle <= shape_.middle || layer.experts, "middle is too large");
     require_shape(layer.gate_up, 2 * middle, shape_.hidden, "gate_up");
     require_shape(layer.down, shape_.hidden, middle, "down");
 }
@@ -144,9 +203,8 @@ void Model::check(const Forest& forest) const {
             before = span.store;
             pending += span.tokens;
         }
-        require(span.store->layers() == num_attention_layers() && span.store->heads().depth == shape_.heads.depth &&
-                    span.store->heads().keys == shape_.heads.keys &&
-                    span.store->heads().kv_format == shape_.heads.kv_format,
+        require(std::equal(stored_.begin(), stored_.end(), span.store->heads().begin(), span.store->heads().end(),
+                           [](const Heads& own, const Heads& other) { return own.has_slots_of(other); }),
                 "a store is of another model");
         require(span.committed >= 0 && span.pending >= 0 && span.tokens >= 0 &&
                     span.committed + span.pending + span.tokens <= span.store->slots(),

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "experts.h"
@@ -14,6 +15,27 @@
 #include "team.h"
 
 namespace outpace {
+
+/// An embedding of each token for every layer, left in its file: a row is read where a token of it is in a pass.
+struct TokenEmbeddings {
+    StoredRows table;  // [tokens, layers * size]
+    std::shared_ptr<const void> owner;  // of its data
+    std::shared_ptr<const Matrix> projection;  // [layers * size] from hidden; joined with a token's row
+    std::vector<float> norm;  // [size], of what is projected
+
+    int size() const { return static_cast<int>(norm.size()); }
+};
+
+/// What adds a token's embedding for its layer: output(gelu(gate(x)) * embedding), normalized.
+struct EmbeddingBranch {
+    std::shared_ptr<const Matrix> gate, output;
+    std::vector<float> norm;  // [hidden]
+};
+
+/// Norms of a layer that adds an MLP and experts, both of the same state, where the MLP is no shared expert.
+struct BranchNorms {
+    std::vector<float> router, mlp_output, experts, experts_output;  // [hidden]
+};
 
 /// One layer's weights. All norms except `mlp_norm` may be empty. With a `token_norm` (first layer only), the state
 /// comes from the spans' inputs, and qkv takes the normalized embedding of each row's token, then the state. A layer
@@ -36,8 +58,16 @@ struct Layer {
     std::shared_ptr<const Matrix> gate_up;  // 16 gates, 16 ups, 16 gates, ...; with experts, of the shared one, or null
     std::shared_ptr<const Matrix> down;     // hidden from the gated outputs
     std::shared_ptr<Experts> experts;  // in place of an MLP
+    std::shared_ptr<const BranchNorms> branch_norms;  // null: gate_up and down are those of a shared expert
+    std::shared_ptr<const EmbeddingBranch> embedding;  // after the MLP, or null
+    std::optional<Heads> heads;  // in place of the model's
+    int keys_of = -1;  // the earlier layer whose keys and values it reads; negative: its own
+    float scale = 1.0f;  // of the state after the layer
     std::shared_ptr<const RecurrentWeights> recurrent;  // null for attention
     std::shared_ptr<const Matrix> strengths;  // of a delta net: its strengths, then its steps, from hidden
+
+    /// Gates and ups of a shared expert, or null.
+    const Matrix* shared() const { return experts && !branch_norms ? gate_up.get() : nullptr; }
 };
 
 /// Sizes and constants.
@@ -51,8 +81,8 @@ struct Shape {
     Gating gating = Gating::silu;
     Recurrence recurrence{};
     float gate_limit = 0.0f;  // of clamped gating
+    float logit_cap = 0.0f;  // logits become cap tanh(logit / cap); 0: they stay
 
-    int rope_floats() const { return rotations * heads.depth; }
 };
 
 /// One session's part of a forest: `tokens` new nodes after `pending` earlier ones after `committed` slots.
@@ -96,11 +126,15 @@ struct Forest {
 class Model {
   public:
     Model(const Shape& shape, std::vector<std::shared_ptr<const Layer>> layers, std::shared_ptr<const Matrix> embedding,
-          std::vector<float> norm, std::shared_ptr<const Matrix> head, const Kernels* kernels, int threads);
+          std::vector<float> norm, std::shared_ptr<const Matrix> head, const Kernels* kernels, int threads,
+          std::shared_ptr<const TokenEmbeddings> embeddings = nullptr);
 
     const Shape& shape() const { return shape_; }
     int num_layers() const { return static_cast<int>(layers_.size()); }
-    int num_attention_layers() const { return num_layers() - shape_.recurrence.layers; }
+    const Heads& heads(int layer) const { return layers_[layer]->heads ? *layers_[layer]->heads : shape_.heads; }
+    int rotation(int layer) const { return layers_[layer]->rotation; }
+    /// Floats of a row's rotations, one after the other, each as long as the heads that it turns.
+    int rope_floats() const { return rope_starts_.back(); }
     bool takes_states() const { return !layers_.empty() && !layers_[0]->token_norm.empty(); }
     int outputs() const { return head_->outputs(); }
     /// Number of logits of a row; a forest's last panel may be longer than what is left of the output layer.
@@ -126,15 +160,21 @@ class Model {
     void check() const;
     void check_recurrent(const Layer& layer) const;
     void check_recurrent(const Span& span, int pending) const;
+    void number_layers();
+    void find_rotations();
     void check_mlp(const Layer& layer) const;
+    void check_embeddings() const;
     void check(const Forest& forest) const;
     void check(const HiddenRequest& request, int rows) const;
 
     Shape shape_;
     std::vector<std::shared_ptr<const Layer>> layers_;
-    std::vector<int> numbers_;  // of each layer among those of its kind, recurrent or attention
+    std::vector<int> numbers_;  // of each layer among recurrent layers, or of its keys and values among the stored ones
+    std::vector<Heads> stored_;  // of the stored keys and values
+    std::vector<int> rope_starts_{0};  // of each rotation, and the end
     std::shared_ptr<const Matrix> embedding_, head_;
     std::vector<float> norm_;
+    std::shared_ptr<const TokenEmbeddings> embeddings_;  // or null
     const Kernels* kernels_;
     std::shared_ptr<Scratch> scratch_;
     FetchTrial trial_{prefetch_policy()};

@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "walk.h"
@@ -37,7 +38,19 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
     const Shape& shape = model.shape_;
     const int rows = forest.rows;
     scratch_.x.reserve(static_cast<std::size_t>(rows) * stride_);
-    scratch_.mixed.reserve(static_cast<std::size_t>(rows) * std::max(shape.heads.outputs(), shape.recurrence.outputs()));
+    const int layers = model.num_layers();
+    int outputs = std::max(shape.heads.outputs(), shape.recurrence.outputs()), head_groups = 0;
+    for (int number = 0; number < layers; ++number) {
+        const Heads& heads = model.heads(number);
+        outputs = std::max(outputs, heads.outputs());
+        head_groups = std::max(head_groups, heads.queries * heads.head_groups());
+    }
+    if (const TokenEmbeddings* embeddings = model.embeddings_.get()) {
+        outputs = std::max(outputs, embeddings->size());
+        scratch_.embeddings.reserve(static_cast<std::size_t>(rows) * layers * embeddings->size());
+        scratch_.table.reserve(static_cast<std::size_t>(rows) * round_up(layers * embeddings->size(), kGroup));
+    }
+    scratch_.mixed.reserve(static_cast<std::size_t>(rows) * outputs);
     const auto has_output_norm = [](const auto& layer) {
         return !layer->attention_output_norm.empty() || !layer->mlp_output_norm.empty();
     };
@@ -49,21 +62,26 @@ Model::Pass::Pass(Model& model, const Forest& forest, float* scores)
         tokens_and_states_ = scratch_.normalized.view(rows, 2 * groups);
     }
     normalized_ = scratch_.normalized.view(rows, groups);
-    const int head_groups = shape.heads.queries * shape.heads.head_groups();
     const bool has_states = shape.recurrence.layers > 0;
     const int recurrent_groups = has_states ? shape.recurrence.output_groups() : 0;
     attended_ = recurred_ = scratch_.attended.view(rows, std::max(head_groups, recurrent_groups));
-    attended_.groups = head_groups;
     recurred_.groups = recurrent_groups;
     gated_ = scratch_.gated.view(rows, shape.middle / kGroup);
     model.trial_.begin_pass();
     find_visible_slots();
     find_mlp_biases();
-    make_tiles(static_cast<int>(scratch_.row_spans.size()), scratch_.tiles);
+    scratch_.tiles.clear();
+    for (int number = 0; number < layers; ++number) {
+        const Heads& heads = model.heads(number);
+        if (model.layers_[number]->recurrent) continue;
+        if (static_cast<int>(scratch_.tiles.size()) <= heads.keys) scratch_.tiles.resize(heads.keys + 1);
+        if (scratch_.tiles[heads.keys].empty())
+            make_tiles(heads, static_cast<int>(scratch_.row_spans.size()), scratch_.tiles[heads.keys]);
+    }
     for (const Span& span : forest.spans) max_slots_ = std::max(max_slots_, span.store->slots());
     scratch_.scores.reserve(static_cast<std::size_t>(team_.size()) * kernels_.tile_queries * max_slots_);
     scratch_.stores.clear();
-    for (int number = 0; number < model.num_layers(); ++number)
+    for (int number = 0; number < layers; ++number)
         for (const Span& span : forest.spans)
             scratch_.stores.push_back(model.layers_[number]->recurrent ? KeyValues{}
                                                                        : span.store->layer(model.numbers_[number]));
@@ -165,8 +183,7 @@ void Model::Pass::find_mlp_biases() {
 }
 
 /// Divides the queries into tiles that share keys; the last tiles are small, so that all members end together.
-void Model::Pass::make_tiles(int rows, std::vector<QueryTile>& tiles) {
-    const Heads& heads = model_.shape_.heads;
+void Model::Pass::make_tiles(const Heads& heads, int rows, std::vector<QueryTile>& tiles) {
     int left = rows * heads.queries;
     tiles.clear();
     for (int row = 0, end; row < rows; row = end) {
@@ -194,22 +211,27 @@ bool Model::Pass::can_drop_rows() const {
 
 /// Moves the wanted rows to the front and drops the others.
 void Model::Pass::drop_rows() {
-    const int outputs = model_.shape_.heads.outputs(), rows = forest_.num_wanted;
+    const Heads& heads = model_.heads(model_.num_layers() - 1);
+    const int outputs = heads.outputs(), rows = forest_.num_wanted;
+    const int size = model_.embeddings_ ? model_.num_layers() * model_.embeddings_->size() : 0;
     float *x = scratch_.x.data(), *mixed = scratch_.mixed.data();
     for (int to = 0; to < rows; ++to) {
         const int from = forest_.wanted[to];
         if (from == to) continue;
         std::copy_n(x + static_cast<int64_t>(from) * stride_, stride_, x + static_cast<int64_t>(to) * stride_);
         std::copy_n(mixed + static_cast<int64_t>(from) * outputs, outputs, mixed + static_cast<int64_t>(to) * outputs);
+        float* embeddings = scratch_.embeddings.data();
+        if (size) std::copy_n(embeddings + static_cast<int64_t>(from) * size, size, embeddings + static_cast<int64_t>(to) * size);
         scratch_.visible_slots[to] = scratch_.visible_slots[from];
         scratch_.row_spans[to] = scratch_.row_spans[from];
         if (!scratch_.mlp_biases.empty()) scratch_.mlp_biases[to] = scratch_.mlp_biases[from];
     }
-    make_tiles(rows, scratch_.last_tiles);
+    make_tiles(heads, rows, scratch_.last_tiles);
 }
 
 void Model::Pass::run(Team::Member& member) {
     team_.share(member, forest_.rows, [&](int row) { embed(row); });
+    if (model_.embeddings_) join_embeddings(member);
     FetchTrial* const trial = member.number == 0 && model_.trial_.wants(forest_.rows) ? &model_.trial_ : nullptr;
     for (int number = 0; number < model_.num_layers(); ++number) {
         copy_hidden(number, member);
@@ -219,6 +241,7 @@ void Model::Pass::run(Team::Member& member) {
         else if (!skips(number, 0))
             run_attention(number, member);
         if (model_.layers_[number]->output && !skips(number, 1)) run_mlp(number, member);
+        if (model_.layers_[number]->output && model_.embeddings_) add_embedding(number, member);
         if (trial && !skips(number, 0) && !skips(number, 1)) trial->note(number, std::chrono::steady_clock::now() - begin);
     }
     copy_hidden(model_.num_layers(), member);
@@ -244,7 +267,7 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
     normalize(model_.norm_, in_form_for(head, normalized_), rows, count, member);
     if (!forest_.panels) {
         multiply(model_.num_layers(), head, start_of(head, member), normalized_, count, scores_, model_.outputs(), false, member);
-        return;
+        return cap_logits(count, member);
     }
     const Product all{head.panels(),
                       plan_prefetch(model_.num_layers(), forest_.num_panels, start_of(head, member), member),
@@ -259,6 +282,12 @@ void Model::Pass::score(const int* rows, int count, Team::Member& member) {
         task.out += static_cast<int64_t>(unit - panel) * kPanel;
         kernels_.product(task, panel);
     });
+    cap_logits(count, member);
+}
+
+void Model::Pass::cap_logits(int rows, Team::Member& member) {
+    const CapLogits task{scores_, model_.num_logits(forest_), model_.shape_.logit_cap};
+    if (task.cap > 0.0f) team_.share(member, rows * task.units_a_row(), [&](int unit) { kernels_.cap_logits(task, unit); });
 }
 
 void Model::Pass::embed(int row) {
@@ -271,6 +300,42 @@ void Model::Pass::embed(int row) {
     const float scale = model_.shape_.embedding_scale;
     if (scale != 1.0f)
         for (int i = 0; i < stride_; ++i) x[i] *= scale;
+}
+
+/// Computes the embeddings of all rows for all layers from the tokens' rows of the table and the first state.
+void Model::Pass::join_embeddings(Team::Member& member) {
+    const TokenEmbeddings& embeddings = *model_.embeddings_;
+    const int layers = model_.num_layers(), size = embeddings.size(), stride = round_up(layers * size, kGroup);
+    float *x = scratch_.embeddings.data(), *table = scratch_.table.data();
+    const StoredRows& rows = embeddings.table;
+    team_.share(member, forest_.rows, [&](int row) {
+        read_row(rows.format, rows.data + forest_.tokens[row] * rows.row_bytes, layers * size,
+                 table + static_cast<int64_t>(row) * stride);
+    });
+    normalize({}, in_form_for(*embeddings.projection, normalized_), nullptr, forest_.rows, member);
+    multiply(0, *embeddings.projection, start_of(*model_.layers_[0]->qkv, member), normalized_, forest_.rows, x,
+             layers * size, false, member);
+    const float root = std::sqrt(static_cast<float>(model_.shape_.hidden));
+    const JoinEmbeddings task{x,    table, stride, embeddings.norm.data(), layers, size, model_.shape_.epsilon,
+                              1.0f / root, std::sqrt(static_cast<float>(size))};
+    team_.share(member, forest_.rows, [&](int row) { kernels_.join_embeddings(task, row); });
+}
+
+/// Adds what a layer makes of its embedding of each row.
+void Model::Pass::add_embedding(int number, Team::Member& member) {
+    const Layer& layer = *model_.layers_[number];
+    const EmbeddingBranch& branch = *layer.embedding;
+    const int rows = num_rows_after(number), size = model_.embeddings_->size();
+    normalize({}, in_form_for(*branch.gate, normalized_), nullptr, rows, member);
+    float* gates = scratch_.mixed.data();
+    multiply(number, *branch.gate, start_of(*branch.output, member), normalized_, rows, gates, size, false, member);
+    Activations gated = attended_;
+    gated.groups = round_up(size, kGroup) / kGroup;
+    const GateRow task{gates, scratch_.embeddings.data() + static_cast<int64_t>(number) * size,
+                       static_cast<int64_t>(model_.num_layers()) * size, size, in_form_for(*branch.output, gated),
+                       model_.shape_.gating};
+    team_.share(member, rows, [&](int row) { kernels_.gate_row(task, row); });
+    add(number, *branch.output, start_after(number, member), gated, branch.norm, member, layer.scale);
 }
 
 /// Copies a row of x from the input; its padding is zero.
@@ -299,6 +364,7 @@ void Model::Pass::copy_hidden(int number, Team::Member& member) {
 /// Runs a layer's attention.
 void Model::Pass::run_attention(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
+    const Heads& heads = model_.heads(number);
     const KeyValues* spans = scratch_.stores.data() + number * forest_.spans.size();
     const bool takes_states = !layer.token_norm.empty();
     if (takes_states)
@@ -307,12 +373,14 @@ void Model::Pass::run_attention(int number, Team::Member& member) {
         normalize(layer.attention_norm, in_form_for(*layer.qkv, normalized_), nullptr, forest_.rows, member);
     multiply(number, *layer.qkv, start_of(layer.output ? *layer.output : *layer.qkv, member),
              takes_states ? tokens_and_states_ : normalized_, forest_.rows, scratch_.mixed.data(),
-             model_.shape_.heads.outputs(), false, member);
-    rotate(layer, spans, member);
+             heads.outputs(), false, member);
+    rotate(number, spans, member);
     if (!layer.output) return;
     if (drops_rows(number)) team_.share(member, 1, [&](int) { drop_rows(); });
-    attend(layer, drops_rows(number) ? scratch_.last_tiles : scratch_.tiles, spans, member);
-    add(number, *layer.output, start_of_mlp(layer, member), attended_, layer.attention_output_norm, member);
+    Activations attended = attended_;
+    attended.groups = heads.queries * heads.head_groups();
+    attend(number, in_form_for(*layer.output, attended), spans, member);
+    add(number, *layer.output, start_of_mlp(layer, member), attended, layer.attention_output_norm, member);
 }
 
 /// Runs a layer's delta net or short convolution; with `folds_only`, only its states take the accepted nodes in.
@@ -358,31 +426,38 @@ void Model::Pass::run_recurrent(int number, bool folds_only, Team::Member& membe
 void Model::Pass::run_mlp(int number, Team::Member& member) {
     const Layer& layer = *model_.layers_[number];
     if (layer.experts) return run_experts(number, member);
-    const int middle = model_.shape_.middle, rows = num_rows_after(number);
+    Activations gated = gated_;
+    gated.groups = layer.gate_up->outputs() / 2 / kGroup;
+    gate(layer, number, num_rows_after(number), gated, member);
+    add(number, *layer.down, start_after(number, member), gated, layer.mlp_output_norm, member,
+        layer.embedding ? 1.0f : layer.scale);
+}
+
+/// Computes the gated inputs of an MLP's output matrix.
+void Model::Pass::gate(const Layer& layer, int number, int rows, const Activations& out, Team::Member& member) {
+    const int middle = model_.shape_.middle;
     normalize(layer.mlp_norm, in_form_for(*layer.gate_up, normalized_), nullptr, rows, member);
-    const int groups = middle / kGroup;
-    const GatedProduct gated{layer.gate_up->panels(), plan_prefetch(number, groups, start_of(*layer.down, member), member),
-                             in_form_for(*layer.gate_up, normalized_), rows, in_form_for(*layer.down, gated_),
-                             scratch_.mlp_biases.empty() ? nullptr : scratch_.mlp_biases.data(),
-                             static_cast<int64_t>(number) * middle, model_.shape_.gating, model_.shape_.gate_limit};
-    const auto gate = [&](int group) { kernels_.gated_product(gated, group); };
-    team_.share(member, groups, gate);
-    add(number, *layer.down, start_after(number, member), gated_, layer.mlp_output_norm, member);
+    const GatedProduct task{layer.gate_up->panels(), plan_prefetch(number, out.groups, start_of(*layer.down, member), member),
+                            in_form_for(*layer.gate_up, normalized_), rows, in_form_for(*layer.down, out),
+                            scratch_.mlp_biases.empty() ? nullptr : scratch_.mlp_biases.data(),
+                            static_cast<int64_t>(number) * middle, model_.shape_.gating, model_.shape_.gate_limit};
+    team_.share(member, out.groups, [&](int group) { kernels_.gated_product(task, group); });
 }
 
 /// Adds a product to the residual, normalized first if there is a norm for it.
 void Model::Pass::add(int number, const Matrix& weights, const uint8_t* next, const Activations& in,
-                      const std::vector<float>& norm, Team::Member& member) {
+                      const std::vector<float>& norm, Team::Member& member, float scale) {
     const int rows = num_rows_after(number);
     float *x = scratch_.x.data(), *branch = scratch_.branch.data();
     multiply(number, weights, next, in, rows, norm.empty() ? x : branch, stride_, norm.empty(), member);
     if (norm.empty()) return;
-    const AddNormed task{x, branch, norm.data(), model_.shape_.hidden, stride_, model_.shape_.epsilon};
+    const AddNormed task{x, branch, norm.data(), model_.shape_.hidden, stride_, model_.shape_.epsilon, scale};
     team_.share(member, rows, [&](int row) { kernels_.add_normed(task, row); });
 }
 
-void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Member& member) {
-    const Heads& heads = model_.shape_.heads;
+void Model::Pass::rotate(int number, const KeyValues* spans, Team::Member& member) {
+    const Layer& layer = *model_.layers_[number];
+    const Heads& heads = model_.heads(number);
     const bool is_joint = static_cast<int>(layer.query_norm.size()) > heads.depth;
     if (is_joint) {
         const NormRows queries{scratch_.mixed.data(), heads.outputs(), layer.query_norm.data(),
@@ -391,11 +466,11 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
                             heads.epsilon};
         team_.share(member, 2 * forest_.rows, [&](int unit) { kernels_.norm_rows(unit % 2 ? keys : queries, unit / 2); });
     }
-    const Rotate task{model_.shape_.heads,
+    const Rotate task{heads,
                       forest_.rows,
                       scratch_.mixed.data(),
-                      layer.rotation < 0 ? nullptr : forest_.rope_rows + layer.rotation * model_.shape_.heads.depth,
-                      model_.shape_.rope_floats(),
+                      layer.rotation < 0 ? nullptr : forest_.rope_rows + model_.rope_starts_[layer.rotation],
+                      model_.rope_floats(),
                       layer.query_norm.empty() || is_joint ? nullptr : layer.query_norm.data(),
                       layer.key_norm.empty() || is_joint ? nullptr : layer.key_norm.data(),
                       scratch_.slots.data(),
@@ -404,10 +479,12 @@ void Model::Pass::rotate(const Layer& layer, const KeyValues* spans, Team::Membe
     team_.share(member, task.units(), [&](int unit) { kernels_.rotate(task, unit); });
 }
 
-void Model::Pass::attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans,
-                         Team::Member& member) {
-    const Attend task{model_.shape_.heads, scratch_.mixed.data(), scratch_.visible_slots.data(), spans,
-                      tiles.data(),        in_form_for(*layer.output, attended_), layer.window, layer.is_causal,
+void Model::Pass::attend(int number, const Activations& out, const KeyValues* spans, Team::Member& member) {
+    const Layer& layer = *model_.layers_[number];
+    const Heads& heads = model_.heads(number);
+    const std::vector<QueryTile>& tiles = drops_rows(number) ? scratch_.last_tiles : scratch_.tiles[heads.keys];
+    const Attend task{heads, scratch_.mixed.data(), scratch_.visible_slots.data(), spans, tiles.data(), out,
+                      layer.window, layer.is_causal,
                       layer.sinks.empty() ? nullptr : layer.sinks.data()};
     const int64_t size = static_cast<int64_t>(kernels_.tile_queries) * max_slots_;
     float* scores = scratch_.scores.data() + member.number * size;
@@ -444,7 +521,7 @@ const uint8_t* Model::Pass::start_of(const Matrix& weights, const Team::Member& 
 }
 
 const uint8_t* Model::Pass::start_of_mlp(const Layer& layer, const Team::Member& member) const {
-    if (!layer.experts) return start_of(*layer.gate_up, member);
+    if (!layer.experts || layer.branch_norms) return start_of(*layer.gate_up, member);
     const Router& router = layer.experts->router();
     const int first = team_.first_unit(member.number, router.vectors());
     return reinterpret_cast<const uint8_t*>(router.weights.data() + static_cast<int64_t>(first) * router.inputs * kLanes);

@@ -25,10 +25,12 @@ struct ActivationBuffer {
 /// Buffers that outlive a pass, so that it need not allocate once they are large enough.
 struct Model::Scratch {
     Block<float> x, tokens, mixed, branch, scores;  // tokens: embeddings, if the first layer takes both them and x
+    Block<float> embeddings, table;  // of every layer: joined, and as the table has them
     ActivationBuffer normalized, attended, gated;
     std::vector<int> slots, row_spans, more;
     std::vector<VisibleSlots> visible_slots;
-    std::vector<QueryTile> tiles, last_tiles;  // last_tiles: for the last layer, if it has fewer rows
+    std::vector<std::vector<QueryTile>> tiles;  // by number of heads with keys
+    std::vector<QueryTile> last_tiles;  // for the last layer, if it has fewer rows
     std::vector<KeyValues> stores;  // [layers, spans]
     std::vector<Sequence> sequences;  // the rows of each session; of models with recurrent layers only, as the following
     std::vector<int> places, earlier, folds;
@@ -47,7 +49,7 @@ class Model::Pass {
     Pass(Model& model, const Forest& forest, float* scores);
 
     /// The largest number of phases of `run`.
-    int phases() const { return 16 * model_.num_layers() + 5 + forest_.hidden_request.num_layers + num_waves_; }
+    int phases() const { return 20 * model_.num_layers() + 10 + forest_.hidden_request.num_layers + num_waves_; }
 
     /// Runs on every member of the team.
     void run(Team::Member& member);
@@ -71,7 +73,7 @@ class Model::Pass {
     void plan_walk(std::size_t first_span, std::size_t end_span);
     void run_recurrent(int number, bool folds_only, Team::Member& member);
     const Recurrence& recurrence() const { return model_.shape_.recurrence; }
-    void make_tiles(int rows, std::vector<QueryTile>& tiles);
+    void make_tiles(const Heads& heads, int rows, std::vector<QueryTile>& tiles);
     bool can_drop_rows() const;
     void drop_rows();
     void embed(int row);
@@ -84,8 +86,12 @@ class Model::Pass {
     void run_attention(int number, Team::Member& member);
     void run_mlp(int number, Team::Member& member);
     void score(const int* rows, int count, Team::Member& member);
-    void rotate(const Layer& layer, const KeyValues* spans, Team::Member& member);
-    void attend(const Layer& layer, const std::vector<QueryTile>& tiles, const KeyValues* spans, Team::Member& member);
+    void cap_logits(int rows, Team::Member& member);
+    void rotate(int number, const KeyValues* spans, Team::Member& member);
+    void attend(int number, const Activations& out, const KeyValues* spans, Team::Member& member);
+    void join_embeddings(Team::Member& member);
+    void add_embedding(int number, Team::Member& member);
+    void gate(const Layer& layer, int number, int rows, const Activations& out, Team::Member& member);
     void normalize(const std::vector<float>& norm, const Activations& out, const int* rows, int count,
                    Team::Member& member, float* normed = nullptr);
     void normalize_tokens_and_states(const Layer& layer, Team::Member& member);
@@ -94,7 +100,7 @@ class Model::Pass {
     const uint8_t* start_after(int number, const Team::Member& member) const;
     Prefetch plan_prefetch(int number, int units, const uint8_t* next, const Team::Member& member) const;
     void add(int number, const Matrix& weights, const uint8_t* next, const Activations& in,
-             const std::vector<float>& norm, Team::Member& member);
+             const std::vector<float>& norm, Team::Member& member, float scale = 1.0f);
     void multiply(int number, const Matrix& weights, const uint8_t* next, const Activations& in, int rows, float* out,
                   int64_t stride, bool add, Team::Member& member);
 

@@ -65,7 +65,7 @@ void Model::Pass::plan_experts() {
         scores = std::max(scores, rows * router.stride());
         pairs = std::max(pairs, rows * router.used);
         gated = std::max(gated, rows * router.used * layer.experts->width());
-        if (layer.gate_up) shared = std::max(shared, rows * layer.gate_up->outputs() / 2);
+        if (layer.shared()) shared = std::max(shared, rows * layer.gate_up->outputs() / 2);
         const int held = layer.experts->held(), most = std::min<int>(router.experts, rows * router.used);
         num_waves_ += 3 * ((most + held - 1) / held);
     }
@@ -86,8 +86,16 @@ void Model::Pass::run_experts(int number, Team::Member& member) {
     ExpertPlan& plan = scratch_.plans[number];
     const int rows = num_rows_after(number);
     Activations in = normalized_;
-    in.by_quarters = experts.takes_quarters(0) && (!layer.gate_up || layer.gate_up->takes_quarters());
-    normalize(layer.mlp_norm, in, nullptr, rows, member, scratch_.normed.data());
+    in.by_quarters = experts.takes_quarters(0) && (!layer.shared() || layer.gate_up->takes_quarters());
+    const BranchNorms* norms = layer.branch_norms.get();
+    if (norms) {
+        Activations gated = gated_;
+        gated.groups = layer.gate_up->outputs() / 2 / kGroup;
+        gate(layer, number, rows, gated, member);
+        multiply(number, *layer.down, start_after(number, member), gated, rows, scratch_.branch.data(), stride_, false, member);
+    }
+    normalize(norms ? norms->router : layer.mlp_norm, in, nullptr, rows, member, scratch_.normed.data());
+    if (norms) normalize(norms->experts, in, nullptr, rows, member);
     const ScoreExperts scoring{router, scratch_.normed.data(), stride_, rows, scratch_.expert_scores.data()};
     team_.share(member, router.vectors(), [&](int vector) { kernels_.score_experts(scoring, vector); });
     const ChooseExperts choice{router, scratch_.expert_scores.data(), plan.chosen.data(), plan.weights.data()};
@@ -102,13 +110,21 @@ void Model::Pass::run_experts(int number, Team::Member& member) {
     for (const ExpertWave& wave : plan.waves) run_wave(number, wave, wave.first == 0, member);
     const bool has_norm = !layer.mlp_output_norm.empty();
     const MixExperts mix{router.used, scratch_.expert_outputs.data(), plan.pairs.data(),
-                         layer.gate_up ? scratch_.shared_outputs.data() : nullptr, plan.weights.data(),
-                         model_.shape_.hidden, stride_, has_norm ? scratch_.branch.data() : scratch_.x.data(), !has_norm};
+                         layer.shared() ? scratch_.shared_outputs.data() : nullptr, plan.weights.data(),
+                         model_.shape_.hidden, stride_, norms ? scratch_.normed.data() : has_norm ? scratch_.branch.data() : scratch_.x.data(), !has_norm};
     team_.share(member, rows * mix.units_a_row(), [&](int unit) { kernels_.mix_experts(mix, unit); });
     if (!has_norm) return;
     const AddNormed task{scratch_.x.data(), scratch_.branch.data(), layer.mlp_output_norm.data(), model_.shape_.hidden,
-                         stride_, model_.shape_.epsilon};
-    team_.share(member, rows, [&](int row) { kernels_.add_normed(task, row); });
+                         stride_, model_.shape_.epsilon, layer.embedding ? 1.0f : layer.scale};
+    team_.share(member, rows, [&](int row) {
+        if (norms) {
+            const float epsilon = model_.shape_.epsilon;
+            const int size = model_.shape_.hidden;
+            kernels_.norm_rows({scratch_.branch.data(), stride_, norms->mlp_output.data(), size, epsilon}, row);
+            kernels_.add_normed({scratch_.branch.data(), scratch_.normed.data(), norms->experts_output.data(), size, stride_, epsilon}, row);
+        }
+        kernels_.add_normed(task, row);
+    });
 }
 
 /// Runs some of a layer's experts; the first wave also runs the shared one.
@@ -120,7 +136,7 @@ void Model::Pass::run_wave(int number, const ExpertWave& wave, bool is_first, Te
     const int rows = num_rows_after(number), pairs = rows * experts.router().used;
     const bool is_on = forest_.rows > FetchTrial::kFewRows || model_.trial_.prefetches(number);
     Activations in = normalized_, inputs = scratch_.expert_inputs.view(pairs, stride_ / kGroup);
-    in.by_quarters = inputs.by_quarters = experts.takes_quarters(0) && (!layer.gate_up || layer.gate_up->takes_quarters());
+    in.by_quarters = inputs.by_quarters = experts.takes_quarters(0) && (!layer.shared() || layer.gate_up->takes_quarters());
     Activations gated = scratch_.expert_gated.view(pairs, experts.width() / kGroup);
     gated.by_quarters = experts.takes_quarters(1);
 
@@ -135,7 +151,7 @@ void Model::Pass::run_wave(int number, const ExpertWave& wave, bool is_first, Te
         }
     });
 
-    const Matrix* shared = is_first ? layer.gate_up.get() : nullptr;
+    const Matrix* shared = is_first ? layer.shared() : nullptr;
     const Prefetch beside{INT_MAX, nullptr, is_on};  // the shared expert's
     const int shared_groups = shared ? shared->outputs() / 2 / kGroup : 0;
     const Activations shared_gated = shared ? in_form_for(*layer.down, scratch_.shared_gated.view(rows, shared_groups)) : gated;

@@ -24,6 +24,8 @@ struct Router {
     std::vector<float> bias{};  // [experts], added to scores; may be empty
     std::vector<float> correction{};  // [experts], counts in the choice, not in the weights; may be empty
 
+    std::vector<float> scales{};  // [experts], factors of their weights; may be empty
+
     int rows() const { return experts + gates_shared; }
     int vectors() const { return round_up(rows(), kLanes) / kLanes; }
     int stride() const { return vectors() * kLanes; }

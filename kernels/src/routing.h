@@ -3,6 +3,7 @@
 
 #include "exponential.h"
 #include "kernels.h"
+#include "rowwise.h"
 
 namespace outpace {
 namespace {
@@ -67,6 +68,40 @@ void choose_experts(const ChooseExperts& task, int row) {
     }
     for (int n = 0; n < router.used; ++n)
         weights[n] = (router.norms ? weights[n] / (total + router.epsilon) : weights[n]) * router.scale;
+    for (int n = 0; n < router.used && !router.scales.empty(); ++n) weights[n] = weights[n] * router.scales[chosen[n]];
+}
+
+void join_embeddings(const JoinEmbeddings& task, int row) {
+    constexpr float kHalf = 0.70710678f;
+    const float* table = task.table + row * task.table_stride;
+    float* x = task.x + static_cast<int64_t>(row) * task.layers * task.size;
+    alignas(64) float padded[kEmbeddedMax] = {};
+    for (int layer = 0; layer < task.layers; ++layer, x += task.size, table += task.size) {
+        for (int i = 0; i < task.size; ++i) padded[i] = x[i] * task.scale;
+        const float inverse = inverse_rms(sum_of_squares(padded, round_up(task.size, kLanes)), task.size, task.epsilon);
+        for (int i = 0; i < task.size; ++i)
+            x[i] = (padded[i] * inverse * task.norm[i] + table[i] * task.table_scale) * kHalf;
+    }
+}
+
+void gate_row(const GateRow& task, int row) {
+    const float *x = task.x + static_cast<int64_t>(row) * task.size, *by = task.by + row * task.stride;
+    for (int group = 0; group < task.out.groups; ++group) {
+        alignas(64) float gates[kGroup] = {}, factors[kGroup] = {};
+        for (int i = 0; i < kGroup && group * kGroup + i < task.size; ++i)
+            gates[i] = x[group * kGroup + i], factors[i] = by[group * kGroup + i];
+        for (int i = 0; i < kGroup; i += kLanes) {
+            const Floats gate = Floats::load(gates + i);
+            ((task.gating == Gating::gelu ? gelu(gate) : silu(gate)) * Floats::load(factors + i)).store(gates + i);
+        }
+        quantize_group(gates, task.out, row, group);
+    }
+}
+
+void cap_logits(const CapLogits& task, int unit) {
+    const int row = unit / task.units_a_row(), first = unit % task.units_a_row() * kCapped;
+    const int count = task.columns - first < kCapped ? task.columns - first : kCapped;
+    cap_all(task.x + static_cast<int64_t>(row) * task.columns + first, count, task.cap);
 }
 
 void mix_experts(const MixExperts& task, int unit) {

@@ -87,9 +87,10 @@ void add_normed(const AddNormed& task, int row) {
     const int64_t at = static_cast<int64_t>(row) * task.stride;
     float *x = task.x + at, *branch = task.branch + at;
     for (int i = task.size; i < task.stride; ++i) branch[i] = 0.0f;
+    const Floats scale = Floats::all(task.scale);
     const Floats inverse = Floats::all(inverse_rms(sum_of_squares(branch, task.stride), task.size, task.epsilon));
     for (int i = 0; i < task.stride; i += kLanes)
-        (Floats::load(x + i) + Floats::load(branch + i) * inverse * Floats::load(task.weight + i)).store(x + i);
+        ((Floats::load(x + i) + Floats::load(branch + i) * inverse * Floats::load(task.weight + i)) * scale).store(x + i);
 }
 
 void norm_rows(const NormRows& task, int row) {
@@ -99,14 +100,18 @@ void norm_rows(const NormRows& task, int row) {
         (Floats::load(x + i) * inverse * Floats::load(task.weight + i)).store(x + i);
 }
 
+/// Returns 1 / rms(x) of one head.
+inline float inverse_of_head(const Heads& heads, const float* x) {
+    alignas(64) float padded[kDepthMax];
+    for (int i = 0; i < heads.width(); ++i) padded[i] = i < heads.depth ? x[i] : 0.0f;
+    return inverse_rms(sum_of_squares(padded, heads.width()), heads.depth, heads.epsilon);
+}
+
 /// Processes one head: x / rms(x) * norm if there is a norm, then rotates the pairs (i, i + depth / 2), then scales.
 inline void rotate_head(const Rotate& task, int row, const float* norm, float scale, float* x) {
     const int half = task.heads.depth / 2;
     if (norm) {
-        alignas(64) float padded[kDepthMax] = {};
-        for (int i = 0; i < 2 * half; ++i) padded[i] = x[i];
-        const float squares = sum_of_squares(padded, task.heads.width());
-        const float inverse = inverse_rms(squares, 2 * half, task.heads.epsilon);
+        const float inverse = inverse_of_head(task.heads, x);
         for (int i = 0; i < 2 * half; ++i) x[i] = x[i] * inverse * norm[i];
     }
     const float* pairs = task.rope_rows ? task.rope_rows + static_cast<int64_t>(row) * task.rope_stride : nullptr;
@@ -127,9 +132,16 @@ void rotate(const Rotate& task, int unit) {
         if (head < heads.queries) {
             rotate_head(task, row, task.query_norm, heads.scale, x);
         } else {
+            const float* value = x + (heads.projected > 1 ? heads.keys * heads.depth : 0);
+            alignas(64) float own[kDepthMax];
+            if (heads.norms_values || heads.projected == 1) {
+                const float inverse = heads.norms_values ? inverse_of_head(heads, value) : 1.0f;
+                for (int i = 0; i < heads.depth; ++i) own[i] = value[i] * inverse;
+                value = own;
+            }
             rotate_head(task, row, task.key_norm, 1.0f, x);
             const KeyValues& store = task.spans[task.row_spans[row]];
-            store_head(heads, store, head - heads.queries, task.slots[row], x, x + heads.keys * heads.depth);
+            store_head(heads, store, head - heads.queries, task.slots[row], x, value);
         }
     }
 }

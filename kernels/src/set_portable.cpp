@@ -13,6 +13,6 @@ namespace outpace {
 extern const Kernels portable_kernels;
 const Kernels portable_kernels = {
     "portable", kQueries, normalize, add_normed, norm_rows, product, gated_product, rotate, attend, recur,
-    score_experts, choose_experts, mix_experts, rank, multiply_only};
+    score_experts, choose_experts, mix_experts, cap_logits, join_embeddings, gate_row, rank, multiply_only};
 
 }  // namespace outpace

@@ -13,14 +13,16 @@ namespace outpace {
 /// Slots for keys and values that grow on demand. `Model::forward` writes them; they are moved and copied here.
 class Store {
   public:
-    /// Reserves addresses for `capacity` slots and allocates `slots`. `layers`: with keys and values.
-    Store(const Heads& heads, int layers, int capacity, int slots, const Recurrence& recurrence = {});
+    /// Reserves addresses for `capacity` slots and allocates `slots`. `heads`: of each layer with keys and values.
+    Store(std::vector<Heads> heads, int capacity, int slots, const Recurrence& recurrence = {});
 
     int capacity() const { return capacity_; }
     int slots() const { return slots_; }
-    int layers() const { return layers_; }
+    int layers() const { return static_cast<int>(heads_.size()); }
     std::size_t bytes() const { return data_.bytes() + (states_ ? states_->bytes() : 0); }
-    const Heads& heads() const { return heads_; }
+    const std::vector<Heads>& heads() const { return heads_; }
+    /// Whether slots of a layer's number have the same layout in both.
+    bool has_slots_of(const Store& other) const;
     KeyValues layer(int number) const;
     States* states() const { return states_.get(); }  // null without recurrent layers
 
@@ -29,7 +31,7 @@ class Store {
     void resize(int slots);
 
     /// Bytes of `slots` slots.
-    static std::size_t bytes_of(const Heads& heads, int layers, int slots);
+    static std::size_t bytes_of(const std::vector<Heads>& heads, int slots);
 
     /// Moves slots source[0], source[1], ... to start, start + 1, ...; they may overlap.
     void move(const std::vector<int>& source, int start);
@@ -47,8 +49,8 @@ class Store {
     /// Moves the slots that exist in both sizes to their place among `slots`.
     void spread(int slots);
 
-    Heads heads_;
-    int layers_, capacity_, slots_ = 0;
+    std::vector<Heads> heads_;
+    int capacity_, slots_ = 0;
     Reserved data_;
     std::unique_ptr<States> states_;
 };

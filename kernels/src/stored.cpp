@@ -175,6 +175,12 @@ static void read_group(Format format, const uint8_t* row, const Stored& stored, 
     });
 }
 
+void read_row(Format format, const uint8_t* row, int inputs, float* out) {
+    const Stored stored{{}, nullptr, 0, inputs, 0};
+    for (int group = 0; group < round_up(inputs, kGroup) / kGroup; ++group)
+        read_group(format, row, stored, group, out + group * kGroup);
+}
+
 const char* pack_panel(const Stored& stored, Format to, int number, uint8_t* panel) {
     const uint8_t* rows[kPanel];
     Format format = to;

@@ -72,6 +72,9 @@ bool pack_stored(Format format, const uint8_t* row, const Stored& stored, uint8_
 /// Returns what is wrong with the numbers, or null.
 const char* pack_panel(const Stored& stored, Format format, int number, uint8_t* panel);
 
+/// Reads a whole row of a file's tensor as float32, in whole groups.
+void read_row(Format format, const uint8_t* row, int inputs, float* out);
+
 /// Whether products with this format take activations rounded by quarters of groups.
 bool takes_quarters(Format format);
 

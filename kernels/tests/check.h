@@ -21,6 +21,7 @@ void test_fetching();
 void test_sources();
 uint64_t test_experts();  // returns a fingerprint of experts
 uint64_t test_stored_powers();  // returns a fingerprint of MXFP4's weights
+uint64_t test_gemma4();  // returns a fingerprint of two sizes of heads
 uint64_t test_recurrent();  // returns a fingerprint of recurrent layers
 uint64_t test_stored();  // returns a fingerprint of its products
 uint64_t test_stored_ours();  // the same for formats that no GGUF file has

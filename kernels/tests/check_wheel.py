@@ -43,7 +43,7 @@ def scores(kernels: ModuleType, instruction_set: str, threads: int, kv_dtype: st
     model = kernels.Model(*sizes, instruction_set, threads)
     out = np.zeros((ROWS, VOCAB), np.float32)
     every = np.arange(ROWS, dtype=np.int32)
-    spans: list[Any] = [(kernels.Store(heads, LAYERS, SLOTS), 0, 0, ROWS, tree())]
+    spans: list[Any] = [(kernels.Store([heads] * LAYERS, SLOTS), 0, 0, ROWS, tree())]
     model.forward(spans, every * 7, rope_rows(), every, out)
     return out
 

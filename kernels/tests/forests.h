@@ -120,7 +120,9 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
     std::vector<std::unique_ptr<bool[]>> sees;
     std::vector<int> tokens, wanted;
     std::vector<float> rope_rows;
-    const int depth = model.shape().heads.depth;
+    std::vector<int> depths(model.shape().rotations, model.shape().heads.depth);  // of the heads that each turns
+    for (int layer = 0; layer < model.num_layers(); ++layer)
+        if (model.rotation(layer) >= 0) depths[model.rotation(layer)] = model.heads(layer).depth;
     for (const Part& part : parts) {
         const int count = static_cast<int>(part.tokens.size()), columns = part.pending + count;
         sees.emplace_back(new bool[static_cast<std::size_t>(count) * columns]());
@@ -131,7 +133,7 @@ inline std::vector<float> score(Model& model, const std::vector<Part>& parts, Ch
             wanted.push_back(static_cast<int>(tokens.size()));
             tokens.push_back(part.tokens[node]);
             for (int rotation = 0; rotation < model.shape().rotations; ++rotation)
-                for (int i = rotation; i < rotation + depth / 2; ++i) {
+                for (int i = rotation; i < rotation + depths[rotation] / 2; ++i) {
                     // tangent of half its angle
                     const float half = static_cast<float>(position) / static_cast<float>(i + 1);
                     rope_rows.push_back((1 - half * half) / (1 + half * half));
@@ -170,7 +172,7 @@ inline std::vector<int> text(int count, int vocabulary, int seed) {
 
 inline bool same(const float* a, const float* b, std::size_t count) { return !std::memcmp(a, b, count * sizeof(float)); }
 
-inline Store store_of(const Sizes& sizes) { return Store(heads_of(sizes), sizes.layers, 100, 100); }
+inline Store store_of(const Sizes& sizes) { return Store(std::vector<Heads>(sizes.layers, heads_of(sizes)), 100, 100); }
 
 /// Returns the last row's logits of a text that is fed at once.
 inline std::vector<float> fresh(Model& model, const Sizes& sizes, const std::vector<int>& tokens) {

@@ -7,7 +7,7 @@ from mutation import Mutation
 PASSES = (
     # what a session holds
     Mutation("keeping moves keys, not values", "store.cpp",
-             "give(value_place(heads_, place, head, slot), size);", "from += size;"),
+             "give(value_place(heads, place, head, slot), size);", "from += size;"),
     Mutation("keeping leaves slots where they are", "store.cpp", "start + static_cast<int>(n);", "source[n];"),
     Mutation("a copy without its last block", "store.cpp", "whole = round_up(count, kLanes);",
              "whole = count / kLanes * kLanes;"),
@@ -26,7 +26,7 @@ PASSES = (
     Mutation("heads are drawn together from the last to the first", "store.cpp",
              "slots > slots_ ? parts - 1 - n : n", "parts - 1 - n"),
     Mutation("a store that shrinks keeps its memory", "store.cpp",
-             "if (slots < slots_) data_.resize(bytes_of(heads_, layers_, slots));", ""),
+             "if (slots < slots_) data_.resize(bytes_of(heads_, slots));", ""),
     # optional features of passes
     Mutation("hidden states of all layers in one place", "pass.cpp", "static_cast<int64_t>(place) * request.num_rows",
              "static_cast<int64_t>(0) * request.num_rows"),
@@ -112,5 +112,19 @@ PASSES = (
     Mutation("tokens are not checked", "model.cpp", "token >= 0 && token < embedding_->outputs()", "true"),
     Mutation("spans are not checked", "model.cpp",
              "span.committed + span.pending + span.tokens <= span.store->slots()", "true"),
-    Mutation("stores are not checked", "model.cpp", "span.store->layers() == num_attention_layers()", "true"),
+    Mutation("stores are not checked", "model.cpp",
+             "std::equal(stored_.begin(), stored_.end(), span.store->heads().begin(), span.store->heads().end(),",
+             "std::equal(stored_.begin(), stored_.begin(), stored_.begin(), stored_.begin(),"),
+    # Gemma 2 and 4
+    Mutation("Gemma: scores are not capped", "attention.h", "if (heads.cap > 0.0f)", "if (false)"),
+    Mutation("Gemma: logits are not capped", "pass.cpp", "if (task.cap > 0.0f)", "if (false)"),
+    Mutation("Gemma: keys of another layer", "model.cpp", "numbers_.push_back(numbers_[other]);",
+             "numbers_.push_back(numbers_[other == 2 ? 0 : other]);"),
+    Mutation("Gemma: the first token's embedding for all", "pass.cpp", "forest_.tokens[row] * rows.row_bytes",
+             "forest_.tokens[0] * rows.row_bytes"),
+    Mutation("Gemma: the first layer's embedding for all", "pass.cpp", "static_cast<int64_t>(number) * size,",
+             "static_cast<int64_t>(0) * size,"),
+    Mutation("Gemma: values are not normed", "rowwise.h",
+             "heads.norms_values ? inverse_of_head(heads, value) : 1.0f", "1.0f"),
+    Mutation("Gemma: layers are not scaled", "rowwise.h", "Floats::all(task.scale)", "Floats::all(1.0f)"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ namespace {
 
 // Fingerprints of all logits below and of products with a file's weights; they change only with the arithmetic.
 constexpr uint64_t kBits = 0xd50607931a342ad9, kStoredBits = 0x88a8353af8da46aa, kExtraBits = 0xcb6177d5d6e3f37a,
-                   kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc,
+                   kByteBits = 0x700919f2b1346423, kOurBits = 0x32a00bec30d416ff, kGemmaBits = 0x9a889bd41c8a9cfc, kGemma4Bits = 0xa154e86ae6fd9f1a,
                    kRecurrentBits = 0x5c27dc56635814fb, kExpertBits = 0x8861e9d34a3fc2f2, kPowerBits = 0x4b4eb3bec246083a;
 
 uint64_t test_sets_and_threads(const Sizes& sizes) {
@@ -74,7 +74,7 @@ void test_growing(const Sizes& sizes) {
     const auto model = make_model(sizes, find_kernels(""), 2);
     const auto tokens = text(64, sizes.vocabulary, 6);
     const int capacity = 1 << 16;
-    Store fixed = store_of(sizes), store(heads_of(sizes), sizes.layers, capacity, 0);
+    Store fixed = store_of(sizes), store(std::vector<Heads>(sizes.layers, heads_of(sizes)), capacity, 0);
     check(store.slots() == 0 && store.bytes() == 0, "a store without slots takes nothing");
     const auto expected = score(*model, {{&fixed, 0, chain(64), 0, tokens}});
     int read = 0;
@@ -90,7 +90,7 @@ void test_growing(const Sizes& sizes) {
     for (int slots : {96, capacity, 64, 200, 40}) {
         store.resize(slots);
         check(store.slots() >= slots && store.slots() < slots + 32, "a store has the slots that were requested");
-        check(store.bytes() == Store::bytes_of(heads_of(sizes), sizes.layers, slots), "a store takes what it says");
+        check(store.bytes() == Store::bytes_of(std::vector<Heads>(sizes.layers, heads_of(sizes)), slots), "a store takes what it says");
         const int count = std::min(slots, 64);
         check(contents(store, sizes, count) == contents(fixed, sizes, count), "a store of another size holds the same");
     }
@@ -175,12 +175,13 @@ void test_all() {
     }
     std::printf("a file's weights %016llx, four bits of GPTQ and AWQ %016llx, ", static_cast<unsigned long long>(stored),
                 static_cast<unsigned long long>(ours));
-    const uint64_t recurrent = test_recurrent();
+    const uint64_t recurrent = test_recurrent(), gemma4 = test_gemma4();
     std::printf("recurrent %016llx, ", static_cast<unsigned long long>(recurrent));
     const uint64_t experts = test_experts(), powers = test_stored_powers();
     std::printf("experts %016llx, MXFP4 %016llx, ", static_cast<unsigned long long>(experts),
                 static_cast<unsigned long long>(powers));
     std::printf("Gemma %016llx, ", static_cast<unsigned long long>(gemma));
+    std::printf("two sizes of heads %016llx, ", static_cast<unsigned long long>(gemma4));
     std::printf("extras %016llx, int8 keys and values %016llx, ", static_cast<unsigned long long>(more),
                 static_cast<unsigned long long>(bytes));
     std::printf("bits %016llx:", static_cast<unsigned long long>(bits));
@@ -190,6 +191,7 @@ void test_all() {
     check(stored == kStoredBits, "the bits of a file's weights that machines are to have in common");
     check(ours == kOurBits, "the bits of GPTQ's and AWQ's weights that machines are to have in common");
     check(gemma == kGemmaBits, "the bits of windows, rotations, norms behind sublayers and GELU");
+    check(gemma4 == kGemma4Bits, "the bits of two sizes of heads, shared keys, embeddings by layer and caps");
     check(recurrent == kRecurrentBits, "the bits of recurrent layers and gated attention");
     check(experts == kExpertBits, "the bits of experts");
     check(powers == kPowerBits, "the bits of MXFP4's weights");

@@ -18,7 +18,7 @@ struct Hybrid {
     int vocabulary = 40;
 
     Store store() const {
-        return Store(heads, static_cast<int>(is_recurrent.size()) - recurrence.layers, 100, 100, recurrence);
+        return Store(std::vector<Heads>(is_recurrent.size() - recurrence.layers, heads), 100, 100, recurrence);
     }
 };
 

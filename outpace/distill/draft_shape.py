@@ -83,6 +83,8 @@ def draft_config(config: dict[str, Any], shape: DraftShape) -> dict[str, Any]:
     sizes = from_dict(config)
     if sizes.recurrence:
         raise UserError(f"drafts are not trained from a model whose layers include a {sizes.recurrence.kind}")
+    if sizes.score_cap or sizes.full_heads:
+        raise UserError("drafts are not trained from Gemma 2 and Gemma 4: name a model of another family")
     if sizes.experts:
         raise UserError("drafts are not trained from a model with mixtures of experts: name a smaller dense model")
     layers = pick_layers(shape, sizes.num_layers)

@@ -10,6 +10,7 @@ from typing import Any
 from outpace.core.arrays import torch
 from outpace.core.errors import UserError, require
 from outpace.core.machine import free_bytes
+from outpace.models.llama.config import gemma4
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.weight_sources import FLOATS, source_of
 from outpace.models.options import AUTO, CUDA, FILE, INT4, INT8, OFF, LoadOptions, has_bfloat16
@@ -103,6 +104,7 @@ def _weight_bytes(
 ) -> int:
     """Estimate the bytes of a model's weights from their shapes and, for the kernels, their formats in the file."""
     shapes, total = tensor_shapes(config), 0.0
+    shapes.pop(gemma4.TABLE, None)  # it stays in its file
     if formats is None:
         return sum(map(math.prod, shapes.values())) * options.torch_dtype.itemsize
     for name, shape in shapes.items():

@@ -166,10 +166,17 @@ def _llama(spec: str | Path | None, options: LoadOptions, progress: Progress, re
 def _build_captured(
     captured: Callable[..., Model], plain: Callable[..., Model], config: LlamaConfig, *arguments: Any, **options: Any
 ) -> Model:
-    """Build a model with captured passes, or a plain one if it has recurrent layers or mixtures of experts."""
-    if not (config.recurrence or config.experts):
+    """Build a model with captured passes, or a plain one if it has parts that these do not compute."""
+    parts: dict[str, Any] = {
+        "recurrent layers": config.recurrence,
+        "experts": config.experts,
+        "capped scores": config.score_cap,
+    }
+    parts |= {"layers of two sizes": config.full_heads}
+    reason = next((name for name, part in parts.items() if part), None)
+    if reason is None:
         return captured(config, *arguments, **options)
-    model, reason = plain(config, *arguments, **options), "recurrent layers" if config.recurrence else "experts"
+    model = plain(config, *arguments, **options)
     model.notice = f"its passes are not captured, because it has {reason}"
     return model
 
@@ -245,8 +252,9 @@ def _read(
             parse_layers(options.layers, config.num_layers) if options.layers is not None else range(config.num_layers)
         )
         config = config.of_layers(layers)
-        if config.recurrence and options.pp_plan is not None:
-            raise UserError(f"{path} has recurrent layers, which are not split over processes: leave out pp_plan")
+        whole = "recurrent layers" if config.recurrence else "layers of two sizes" if config.full_heads else None
+        if whole and options.pp_plan is not None:
+            raise UserError(f"{path} has {whole}, which are not split over processes: leave out pp_plan")
         weights: Callable[[str], Any] = source.tensor if formats is None else source.weight
         if options.pp_plan is None:
             check_memory(source, config, options, formats, layers)

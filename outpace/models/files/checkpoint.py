@@ -189,7 +189,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         shapes, others = tensor_shapes(config), set[str]()
         self.check_shapes(shapes)
         for name in self.names():
-            if name in shapes or name == OUTPUT_NAME or UNUSED.search(name):
+            if name in shapes or name == OUTPUT_NAME or UNUSED.search(name) or config.is_unused(name):
                 continue
             if not name.startswith(OWN_PARTS):
                 others.add(name.partition(".")[0])

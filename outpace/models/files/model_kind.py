@@ -70,6 +70,8 @@ def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
 
 TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "gemma4_unified": ("Gemma4ForCausalLM", "gemma4_text"),
     "lfm2_vl": ("Lfm2ForCausalLM", "lfm2"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text"),

@@ -18,7 +18,7 @@ from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import NOTICES
 from outpace.models.files.gguf.header import GgufHeader, TensorEntry
 from outpace.models.files.model_kind import check_causal_lm
-from outpace.models.llama.config import gemma, lfm2, phi, qwen35
+from outpace.models.llama.config import gemma, gemma4, lfm2, phi, qwen35
 from outpace.models.llama.config.experts import SPLIT
 from outpace.models.llama.config.families import FAMILIES, GELU, why_refused
 from outpace.models.llama.config.fields import FULL, SLIDING, number, unknown_fields
@@ -92,7 +92,7 @@ def _divisors(header: GgufHeader, name: str) -> list[float]:
 
 
 SOFTMAX_OF_ALL, SIGMOIDS, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of expert_gating_func
-GEMMA_LARGEST = 62  # layers of Gemma 3 27B
+GEMMA2_LARGEST, GEMMA_LARGEST = 46, 62  # layers of Gemma 2 and 3 27B
 SMOLLM3_NO_ROPE = 4  # every fourth layer has no rotary embedding: hard-coded in llama.cpp, not in the file
 
 LAYER_PARTS = {
@@ -112,6 +112,17 @@ GEMMA_PARTS = LAYER_PARTS | {
     "ffn_norm": gemma.MLP_NORM,
     "post_attention_norm": gemma.ATTENTION_NORM,
     "post_ffw_norm": gemma.MLP_OUTPUT_NORM,
+}
+GEMMA4_PARTS = GEMMA_PARTS | {
+    "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": gemma4.GATE,
+    "proj": gemma4.PROJECTION,
+    "post_norm": gemma4.PROJECTION_NORM,
+    "post_ffw_norm_1": gemma4.BRANCH_NORMS[0],
+    "pre_ffw_norm_2": gemma4.BRANCH_NORMS[1],
+    "post_ffw_norm_2": gemma4.BRANCH_NORMS[2],
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_down_exps.scale": "mlp.gate.expert_scale",
 }
 RECURRENT_PARTS = LAYER_PARTS | {
     "post_attention_norm": "post_attention_layernorm",  # of Qwen3.5, before the MLP
@@ -146,6 +157,11 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.")
 SHARED_GATE = "shared_expert_gate.weight"  # end of a name; Hugging Face's has one more dimension
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+GEMMA4_OUTER_PARTS = OUTER_PARTS | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": gemma4.MODEL_NORM,
+}
 LFM2_OUTER_PARTS = OUTER_PARTS | {"token_embd_norm": "model.norm"}  # an old mistake in the name
 
 # An architecture's metadata are honoured (or compared with what is computed), harmless (without effect on a text), or
@@ -182,7 +198,12 @@ HONOURED_BY = {
     "llama": OF_EXPERTS,
     "qwen2moe": OF_EXPERTS | SHARED,
     **dict.fromkeys(("qwen3moe", "olmoe", "gpt-oss"), OF_EXPERTS),
+    "gemma2": {gemma.SCORE_CAP, gemma.LOGIT_CAP},
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "gemma4": {
+        *("attention.sliding_window_pattern", "rope.freq_base_swa", "attention.shared_kv_layers", gemma.LOGIT_CAP),
+        *("embedding_length_per_layer_input", "expert_count", "expert_used_count", "expert_feed_forward_length"),
+    },
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
     "qwen35moe": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},
     "qwen3next": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS},
@@ -263,6 +284,20 @@ def _smollm3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate Gemma 2. As in llama.cpp, the largest model scales scores by hidden_size / heads."""
+    is_largest = own["block_count"] == GEMMA2_LARGEST
+    caps = (gemma.SCORE_CAP, gemma.LOGIT_CAP)
+    return {
+        "model_type": gemma.GEMMA2_TYPE,
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "sliding_window": own.get("attention.sliding_window"),
+        "query_pre_attn_scalar": _default_head_dim(own) if is_largest else own["attention.key_length"],
+        **{name: shortest_decimal(own.get(name)) for name in caps},
+    }
+
+
 def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the text model of Gemma 3.
 
@@ -283,6 +318,88 @@ def _gemma3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "query_pre_attn_scalar": _default_head_dim(own) if layers == GEMMA_LARGEST else own["attention.key_length"],
         "attention_bias": _has_bias(header, "attn_q"),
     }
+
+
+def _gemma4(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate the text model of Gemma 4, whose sizes are those of the layers without a window, or lists."""
+    layers, pattern = own["block_count"], own.get("attention.sliding_window_pattern")
+    if not isinstance(pattern, list) or len(pattern) != layers or not 0 < sum(map(bool, pattern)) < layers:
+        said = f"gemma4.attention.sliding_window_pattern is {pattern!r:.100}"
+        raise UserError(f"{header.path}: {said}, it must have one entry for each of {layers} layers, and both kinds")
+    for name in (name for name in own if name.startswith("rope.scal")):
+        if own[name] not in (*UNSCALED, "none"):
+            raise UserError(f"{header.path}: gemma4.{name} {own[name]!r:.50} is not supported")
+    full = [layer for layer in range(layers) if not pattern[layer]]
+    local = [layer for layer in range(layers) if pattern[layer]]
+    shared = own.get("attention.shared_kv_layers") or 0
+    kv_heads = _by_layer(header, own, "attention.head_count_kv", layers)
+    widths = _by_layer(header, own, "feed_forward_length", layers)
+    first_wide = layers - shared if shared and isinstance(shared, int) and widths[-1] != widths[0] else layers
+    expected = [widths[0] * (2 if layer >= first_wide else 1) for layer in range(layers)]
+    kinds = {kind: {kv_heads[layer] for layer in kind} for kind in (tuple(full), tuple(local))}
+    if widths != expected or any(len(found) != 1 for found in kinds.values()):
+        said = f"gemma4.feed_forward_length {widths!r:.100} with gemma4.attention.head_count_kv {kv_heads!r:.100}"
+        raise UserError(f"{header.path}: {said} is not supported: only sizes by kind of layer")
+    joins = f"blk.{full[0]}.attn_v.weight" not in header.tensors
+    count = own.get("expert_count")
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": count,
+        "top_k_experts": own.get("expert_used_count"),
+        "moe_intermediate_size": own.get("expert_feed_forward_length"),
+        "outpace": {SPLIT: True},
+    }
+    return {
+        "model_type": gemma4.MODEL_TYPE,
+        "hidden_act": None,
+        "hidden_activation": GELU,
+        "head_dim": own.get("attention.key_length_swa", own["attention.key_length"]),
+        gemma4.GLOBAL_DIM: own["attention.key_length"],
+        "num_key_value_heads": kv_heads[local[0]],
+        gemma4.GLOBAL_HEADS: kv_heads[full[0]] if joins else None,
+        "attention_k_eq_v": joins,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": first_wide < layers,
+        "num_kv_shared_layers": shared,
+        "sliding_window": own.get("attention.sliding_window"),
+        "layer_types": [SLIDING if slides else FULL for slides in pattern],
+        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input") or 0,
+        gemma.LOGIT_CAP: shortest_decimal(own.get(gemma.LOGIT_CAP)),
+        "rope_parameters": {
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": shortest_decimal(own.get("rope.freq_base", gemma.THETA)),
+                "partial_rotary_factor": _turning_share(header),
+            },
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": shortest_decimal(own.get("rope.freq_base_swa", gemma.LOCAL_THETA)),
+            },
+        },
+        **(experts if count else {}),
+    }
+
+
+def _by_layer(header: GgufHeader, own: Mapping[str, Any], name: str, layers: int) -> list[int]:
+    """Return a size of each layer, which a file has as a list or as one number."""
+    value = own.get(name)
+    found: list[Any] = value if isinstance(value, list) else [value] * layers
+    if len(found) != layers or not all(isinstance(one, int) and one > 0 for one in found):
+        raise UserError(
+            f"{header.path}: gemma4.{name} is {value!r:.100}, it must have a size for each of {layers} layers"
+        )
+    return found
+
+
+def _turning_share(header: GgufHeader) -> float:
+    """Return the fraction of pairs that layers without a window turn: those whose divisor is 1, not a huge one."""
+    if ROPE_FACTORS not in header.tensors:
+        raise UserError(f"{header.path} holds no tensor {ROPE_FACTORS!r}, which says which pairs of a head turn")
+    divisors = _divisors(header, ROPE_FACTORS)
+    turning = sum(divisor == 1 for divisor in divisors)
+    if not turning or any(divisor < LARGEST_FACTOR for divisor in divisors[turning:]):
+        raise UserError(f"{header.path}: tensor {ROPE_FACTORS!r} must have ones, then divisors that stop a pair")
+    return turning / len(divisors)
 
 
 def _phi3(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -419,7 +536,9 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
         **_no_window(header, own),
     },
     "smollm3": _smollm3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "phi3": _phi3,
     "qwen35": _qwen35,
     "qwen3next": _qwen3next,
@@ -493,7 +612,8 @@ def read_model(header: GgufHeader) -> GgufModel:
     own = {"attention.key_length": _default_head_dim(own), **own}
     settings = _common(header, own) | ARCHITECTURES[architecture](header, own)
     settings["architectures"] = [FAMILIES[settings["model_type"]].architecture]
-    settings["rope_scaling"] = scaling = read_scaling(header, own)
+    scaling = None if architecture == "gemma4" else read_scaling(header, own)
+    settings["rope_scaling"] = scaling
     if architecture == "gpt-oss" and scaling and scaling["rope_type"] == "yarn":  # no key says so
         scaling["truncate"] = False
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -612,6 +732,8 @@ def _checked(header: GgufHeader, prefix: str, own: Mapping[str, Any], settings: 
     head_dim = config.head_dim
     computed: dict[str, float] = {"rope.dimension_count": config.rotary_dim or head_dim}
     lengths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    if config.full_heads:
+        computed = dict.fromkeys(lengths, config.full_heads.head_dim)
     computed |= {name + end: head_dim for name in lengths for end in ("", "_swa") if name + end not in computed}
     computed["attention.scale"] = shortest_decimal(config.attention_scale)
     for name, expected in computed.items():
@@ -632,6 +754,8 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
         parts = EXPERT_PARTS | parts
     if prefix in ("lfm2.", "lfm2moe."):
         outer = LFM2_OUTER_PARTS
+    if config.full_heads:
+        parts, outer = GEMMA4_PARTS, GEMMA4_OUTER_PARTS
     mtp = {str(layer) for layer in range(config.num_layers, own["block_count"])} if own.get(MTP_BLOCKS) else set()
     for layer in mtp & {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}:
         if f"blk.{layer}.{MTP_INPUT}" not in header.tensors:
@@ -653,7 +777,12 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
                 found = f"has shape {list(entry.shape)}, expected {list(shape)} ({said})"
                 raise UserError(f"{header.path}: tensor {name!r} {found}")
             sources |= dict.fromkeys([target, *others], name)
-        elif name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS) or first in OTHER_MODELS or {*COMPUTED} & {*inner}:
+        elif (
+            name in (SHORT_FACTORS, LONG_FACTORS, ROPE_FACTORS)
+            or first in OTHER_MODELS
+            or {*COMPUTED} & {*inner}
+            or config.is_unused(target)
+        ):
             continue
         elif not name.endswith(".bias") or entry.raw().any():
             is_beyond = first == "blk" and inner[0].isdecimal() and int(inner[0]) >= config.num_layers
@@ -684,7 +813,7 @@ def expert_names(part: str, entry: TensorEntry) -> list[str]:
     """Return the Hugging Face names in a layer of the experts' matrices that a tensor of it holds, none if it is any
     other."""
     stack, _, end = part.partition(".")
-    matrices = EXPERT_STACKS.get(stack, ())
+    matrices = EXPERT_STACKS.get(stack, ()) if end != "scale" else ()  # scales of experts are one tensor
     return [
         f"mlp.experts.{number}.{one}_proj.{end}"
         for number in range(entry.shape[0] if matrices else 0)

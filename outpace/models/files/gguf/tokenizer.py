@@ -1,4 +1,4 @@
-"""Builds the tokenizer described by GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`)."""
+"""Builds the tokenizer described by GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`, `gemma4`)."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
     vocabulary = _Vocabulary(path, metadata)
     kind = vocabulary.field("model", str)
     builders: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentence_piece}
+    builders["gemma4"] = _sentence_piece
     if kind not in builders:
         raise UserError(f"{path}: {unknown('tokenizer.ggml.model', kind, builders)}")
     try:
@@ -131,7 +132,7 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
         if token and (is_a in whole or token in later)
     ]
     tokenizer.add_tokens(added)
-    adds = {"bos": vocabulary.field("add_bos_token", bool, kind == "llama" or vocabulary.pre in WHOLE_WORDS)}
+    adds = {"bos": vocabulary.field("add_bos_token", bool, kind != "gpt2" or vocabulary.pre in WHOLE_WORDS)}
     adds["eos"] = vocabulary.field("add_eos_token", bool, False)
     put = {name: vocabulary.token_at(SPECIAL_IDS[name]) if is_put else None for name, is_put in adds.items()}
     _add_around(tokenizer, put["bos"], put["eos"])
@@ -271,7 +272,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, **options))
     replace = normalizers.Replace(" ", SPACE)
     steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if vocabulary.field("add_space_prefix", bool, True):
+    if vocabulary.field("add_space_prefix", bool, vocabulary.field("model", str) == "llama"):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
         steps.append(decoders.Strip(" ", 1, 0))
     else:

@@ -31,7 +31,8 @@ class Experts:
     but no weight, adds a stored number to each score. `has_biases`: of the router and of all matrices of the experts.
     `shared_width`: of an expert that is always applied, 0 without one; if `gates_shared`, its output is multiplied by
     the sigmoid of a product of its own. `limit`: if not 0, gates are at most this, ups within plus and minus this, and
-    the activation is gate * sigmoid(SWISH_FACTOR * gate) * (up + 1).
+    the activation is gate * sigmoid(SWISH_FACTOR * gate) * (up + 1). `is_gelu`: the activation is GELU, by tanh.
+    `beside_mlp`: the layer adds an MLP too; the router has norms of its own, and weights factors by expert.
     """
 
     count: int
@@ -45,6 +46,8 @@ class Experts:
     shared_width: int = 0
     gates_shared: bool = True
     limit: float = 0.0
+    is_gelu: bool = False
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         if self.chosen > self.count:

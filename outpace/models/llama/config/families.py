@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config import experts, gemma, lfm2, phi, qwen35
+from outpace.models.llama.config import experts, gemma, gemma4, lfm2, phi, qwen35
 from outpace.models.llama.config.experts import ExpertLayers
 from outpace.models.llama.config.fields import SLIDING, flag, read_layer_types, size, unsupported_field
 from outpace.models.llama.config.recurrence import PARTS, Recurrence
@@ -56,7 +56,8 @@ class Family:
     honoured. `prepare` rewrites fields that have a form of their own; `constants` reads fields of LlamaConfig that
     other architectures do not set. `local_rotation`: layers with a window have a rotary base of their own.
     `recurrence` reads the sizes of recurrent layers, and which layers these are; `experts` those of mixtures of
-    experts. `own_name`: Llama's name of a tensor; `stored_name`: the checkpoint's, from Llama's.
+    experts. `honoured`: fields that other architectures refuse. `own_name`: Llama's name of a tensor;
+    `stored_name`: the checkpoint's, from Llama's.
     """
 
     architecture: str
@@ -77,6 +78,7 @@ class Family:
     constants: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     recurrence: Callable[[Fields, int], tuple[Recurrence, tuple[bool, ...]]] | None = None
     experts: Callable[[Fields, int], ExpertLayers] | None = None
+    honoured: tuple[str, ...] = ()
     own_name: Callable[[str], str] = str
     stored_name: Callable[[str], str] = str
 
@@ -136,6 +138,17 @@ FAMILIES = {
         by_layer=True,
         skips_rotation=True,
     ),
+    gemma.GEMMA2_TYPE: Family(
+        gemma.GEMMA2_ARCHITECTURE,
+        gemma.GEMMA2_DEFAULTS,
+        mlp_bias=False,
+        activation=GELU,
+        slides=even_layers,
+        by_layer=True,
+        always_slides=True,
+        constants=gemma.read_gemma2,
+        honoured=(gemma.SCORE_CAP, gemma.LOGIT_CAP),
+    ),
     gemma.MODEL_TYPE: Family(
         gemma.ARCHITECTURE,
         gemma.DEFAULTS,
@@ -149,6 +162,23 @@ FAMILIES = {
         local_rotation=True,
         prepare=gemma.with_flat_rope,
         constants=gemma.read_constants,
+    ),
+    gemma4.MODEL_TYPE: Family(
+        gemma4.ARCHITECTURE,
+        gemma4.DEFAULTS,
+        **NO_BIASES,
+        head_norm=True,
+        theta=gemma.THETA,
+        activation=GELU,
+        slides=gemma.sliding_layers,
+        by_layer=True,
+        always_slides=True,
+        local_rotation=True,
+        prepare=gemma4.with_flat_fields,
+        constants=gemma4.read_constants,
+        experts=gemma4.read_experts,
+        honoured=gemma4.HONOURED,
+        own_name=gemma4.own_name,
     ),
     phi.MODEL_TYPE: Family(
         phi.ARCHITECTURE,

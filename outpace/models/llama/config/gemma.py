@@ -1,8 +1,8 @@
-"""Differences of Gemma 3 from Llama: its norms, two rotary bases, and scales (arXiv:2503.19786).
+"""Differences of Gemma 2 and 3 from Llama (arXiv:2408.00118, arXiv:2503.19786).
 
-Norms store their weights minus one, and attention and the MLP each have a second norm after them. Five layers of six
-have a sliding window and a rotary base of their own; the sixth sees everything and uses the other base, which may be
-scaled.
+Norms store their weights minus one, and attention and the MLP each have a second norm after them. In Gemma 3 five
+layers of six have a sliding window and a rotary base of their own; the sixth sees everything and uses the other base,
+which may be scaled. In Gemma 2 every second layer has a window, and scores and logits are capped: cap tanh(x / cap).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
 }
 PATTERN = 6  # every sixth layer sees the whole text
+GEMMA2_TYPE, GEMMA2_ARCHITECTURE = "gemma2", "Gemma2ForCausalLM"
+SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
+GEMMA2_DEFAULTS = DEFAULTS | {"vocab_size": 256000, "max_position_embeddings": 8192, SCORE_CAP: 50.0, LOGIT_CAP: 30.0}
+LARGEST_CAP = 1e6
 
 
 def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,10 +60,23 @@ def with_flat_rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of LlamaConfig that only Gemma sets."""
+    """Return the fields of LlamaConfig that Gemma 3 sets."""
+    return {**_common(fields), "local_theta": number(fields, "rope_local_base_freq", LOCAL_THETA, 1e12)}
+
+
+def read_gemma2(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of LlamaConfig that Gemma 2 sets."""
+    return {**_common(fields), "score_cap": read_cap(fields, SCORE_CAP), "logit_cap": read_cap(fields, LOGIT_CAP)}
+
+
+def read_cap(fields: Mapping[str, Any], name: str) -> float:
+    """Return the cap of scores or logits; 0 if there is none."""
+    return 0.0 if fields.get(name) is None else number(fields, name, None, LARGEST_CAP)
+
+
+def _common(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "query_scale": number(fields, "query_pre_attn_scalar", None, 1e6) ** -0.5,
-        "local_theta": number(fields, "rope_local_base_freq", LOCAL_THETA, 1e12),
         "sandwich_norms": True,
         "norm_offset": 1.0,
         "embedding_scale": math.sqrt(size(fields, "hidden_size")),

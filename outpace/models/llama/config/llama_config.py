@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.core.errors import UserError
-from outpace.models.llama.config import gemma, phi
+from outpace.models.llama.config import gemma, gemma4, phi
 from outpace.models.llama.config.experts import COUNTS, Experts
 from outpace.models.llama.config.families import (
     ACTIVATIONS,
@@ -23,6 +23,7 @@ from outpace.models.llama.config.families import (
     read_windows,
 )
 from outpace.models.llama.config.fields import ReadFields, flag, number, size, unsupported_field
+from outpace.models.llama.config.gemma4 import FullHeads
 from outpace.models.llama.config.recurrence import INPUTS, Recurrence
 from outpace.models.llama.config.rope import LongScaling, Rotation, Scaling, YarnScaling, read_rope
 
@@ -97,6 +98,14 @@ class LlamaConfig:
     expert_layers: tuple[bool, ...] = ()  # (): none
     joint_norm: bool = False  # whether all heads' queries, and all keys, are normed as one vector, not by head
     sinks: bool = False  # whether each head has a score that takes a share of the softmax and adds nothing
+    score_cap: float = 0.0  # attention scores become cap tanh(score / cap); 0: they stay
+    logit_cap: float = 0.0  # the same for logits
+    full_heads: FullHeads | None = None  # of the layers that are not local, where theirs are others
+    kv_layers: tuple[int, ...] = ()  # the layer whose keys and values each layer reads; (): its own
+    norms_values: bool = False  # whether each head's values are normed, without weights
+    widths: tuple[int, ...] = ()  # of the layers' MLPs; (): `intermediate_size`
+    embedding_width: int = 0  # entries of each token's embedding for each layer, which the layer adds; 0: none
+    scales_layers: bool = False  # whether the state is multiplied by a stored number after each layer
 
     @property
     def attention_scale(self) -> float:
@@ -115,9 +124,26 @@ class LlamaConfig:
         return gemma.MLP_NORM if self.sandwich_norms else MLP_NORM
 
     @property
+    def rotated_dims(self) -> tuple[int, ...]:
+        """The sizes of the heads that the `rotations` turn."""
+        main = self.full_heads.head_dim if self.full_heads else self.head_dim
+        return (main, self.head_dim)[: len(self.rotations)]
+
+    @property
+    def stored_layers(self) -> list[int]:
+        """The layers that store keys and values."""
+        return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer) and self.stores(layer)]
+
+    @property
+    def kv_heads(self) -> list[int]:
+        """The size of each head of keys, in all layers that store them."""
+        sizes = [self.of_layer(layer) for layer in self.stored_layers]
+        return [one.head_dim for one in sizes for _ in range(one.num_kv_heads)]
+
+    @property
     def kv_entries(self) -> int:
         """Number of entries of a token's keys and values, all layers together."""
-        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
+        return 2 * sum(self.kv_heads)
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -141,10 +167,39 @@ class LlamaConfig:
     def has_experts(self, layer: int) -> bool:
         return bool(self.expert_layers) and self.expert_layers[layer]
 
+    def stores(self, layer: int) -> bool:
+        """Return whether a layer with attention has keys and values of its own."""
+        return self.kv_layer(layer) == layer
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        return self.kv_layers[layer] if self.kv_layers else layer
+
+    def is_full(self, layer: int) -> bool:
+        """Return whether a layer has `full_heads`."""
+        return self.full_heads is not None and not (self.local_layers and self.local_layers[layer])
+
+    def joins_values(self, layer: int) -> bool:
+        """Return whether one matrix projects a layer's keys and values."""
+        return self.is_full(layer) and self.full_heads is not None and self.full_heads.joins_values
+
+    def of_layer(self, layer: int) -> LlamaConfig:
+        """Return the config with a layer's own sizes of heads and MLP."""
+        changes: dict[str, Any] = {"intermediate_size": self.widths[layer]} if self.widths else {}
+        if self.full_heads and self.is_full(layer):
+            changes |= {"head_dim": self.full_heads.head_dim, "num_kv_heads": self.full_heads.num_kv_heads}
+        return replace(self, **changes) if changes else self
+
+    def is_unused(self, name: str) -> bool:
+        """Return whether a checkpoint may hold this tensor although the model does not use it: keys and values of a
+        layer that reads those of another."""
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        return bool(self.kv_layers) and part.startswith(gemma4.UNUSED) and not self.stores(int(layer))
+
     def token_bytes(self, kv_dtype: str) -> int:
         """Return the bytes of keys and values per token, all layers together."""
-        scales = 2 * num_scales(self.head_dim) if kv_dtype == "int8" else 0
-        return self.kv_entries // self.head_dim * (self.head_dim * ENTRY_BYTES[kv_dtype] + scales)
+        scales = 2 * sum(map(num_scales, self.kv_heads)) if kv_dtype == "int8" else 0
+        return self.kv_entries * ENTRY_BYTES[kv_dtype] + 2 * scales
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a layer sees, the node itself included; None: all."""
@@ -165,6 +220,9 @@ class LlamaConfig:
         return 1.0 if rotation is None else self.rotations[rotation].gain
 
     def of_layers(self, layers: Sequence[int]) -> LlamaConfig:
+        if (self.kv_layers or self.embedding_width) and [*layers] != [*range(self.num_layers)]:
+            parts = "keys of earlier layers" if self.kv_layers else "embeddings of their own"
+            raise UserError(f"layers cannot be left out of this model, because its layers read {parts}")
         return replace(
             self,
             num_layers=len(layers),
@@ -173,6 +231,7 @@ class LlamaConfig:
             local_layers=tuple(self.local_layers[layer] for layer in layers) if self.local_layers else (),
             recurrent_layers=tuple(map(self.is_recurrent, layers)) if self.recurrent_layers else (),
             expert_layers=tuple(map(self.has_experts, layers)) if self.expert_layers else (),
+            widths=tuple(self.widths[layer] for layer in layers) if self.widths else (),
         )
 
 
@@ -235,8 +294,12 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor in a checkpoint (Hugging Face names, [out, in])."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config, layer).items():
+        for name, shape in _layer_shapes(config.of_layer(layer), layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
+    if width := config.embedding_width:
+        shapes[gemma4.TABLE] = (config.vocab_size, config.num_layers * width)
+        shapes[gemma4.MODEL_PROJECTION] = (config.num_layers * width, config.hidden_size)
+        shapes[f"{gemma4.MODEL_NORM}.weight"] = (width,)
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -250,22 +313,36 @@ def _layer_shapes(config: LlamaConfig, layer: int) -> dict[str, tuple[int, ...]]
     if config.sandwich_norms:
         norms += [gemma.ATTENTION_NORM, gemma.MLP_OUTPUT_NORM]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
-    shapes |= _recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
-    if config.has_experts(layer):
-        return shapes | expert_shapes(config)
+    shapes |= _recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config, layer)
+    if config.scales_layers:
+        shapes["layer_scalar"] = (1,)
+    if width := config.embedding_width:
+        shapes |= {f"{gemma4.GATE}.weight": (width, hidden), f"{gemma4.PROJECTION}.weight": (hidden, width)}
+        shapes[f"{gemma4.PROJECTION_NORM}.weight"] = (hidden,)
+    if config.experts and config.has_experts(layer):
+        shapes |= expert_shapes(config)
+        if not config.experts.beside_mlp:
+            return shapes
+        shapes |= {f"{name}.weight": (hidden,) for name in gemma4.BRANCH_NORMS}
+        shapes |= {"mlp.gate.scale": (hidden,), "mlp.gate.expert_scale": (config.experts.count,)}
     shapes |= _matrix_shapes("mlp", gates, hidden, config.mlp_bias)
     return shapes | _matrix_shapes("mlp", {"down_proj": hidden}, middle, config.mlp_bias)
 
 
-def _attention_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(config: LlamaConfig, layer: int) -> dict[str, tuple[int, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     gated = 2 * queries if config.output_gate else queries
     qkv = {"qkv_proj": queries + 2 * keys} if config.fused else {"q_proj": gated, "k_proj": keys, "v_proj": keys}
+    if not config.stores(layer):
+        qkv = {"q_proj": queries}
+    elif config.joins_values(layer):
+        del qkv["v_proj"]
     shapes = _matrix_shapes("self_attn", qkv, config.hidden_size, config.attention_bias)
     shapes |= _matrix_shapes("self_attn", {"o_proj": config.hidden_size}, queries, config.output_bias)
     if config.head_norm:
         widths = (queries, keys) if config.joint_norm else (config.head_dim, config.head_dim)
-        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
+        names = "qk" if config.stores(layer) else "q"
+        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip(names, widths, strict=False)}
     return shapes | ({"self_attn.sinks": (config.num_heads,)} if config.sinks else {})
 
 
@@ -317,7 +394,7 @@ def _matrix_shapes(part: str, matrices: Mapping[str, int], inputs: int, has_bias
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     activations = dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATIONS[family.activation])
     for name, harmless in (REFUSED_UNLESS | activations).items():
-        if family.experts and name in COUNTS:
+        if (family.experts and name in COUNTS) or name in family.honoured:
             continue
         value = fields.get(name)
         if value is not None and value not in harmless:

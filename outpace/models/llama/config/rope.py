@@ -89,7 +89,20 @@ class LongScaling:
         return frequencies / np.array(self.factors, np.float32)
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Leaves all but the fastest pairs, the fraction `share`, unrotated, and divides their frequencies by `factor`."""
+
+    share: float
+    factor: float
+    gain: float = 1.0
+
+    def stretched(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        turning = np.arange(len(frequencies)) < int(self.share * 2 * len(frequencies) // 2)
+        return np.where(turning, frequencies / np.float32(self.factor), np.float32(0))
+
+
+Scaling = ProportionalScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 class Rotation(NamedTuple):
@@ -116,6 +129,7 @@ COMMON = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "original_
 OWN = {
     "default": set[str](),
     "linear": {"factor"},
+    "proportional": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     "longrope": {"factor", "attention_factor", "short_factor", "long_factor"},
@@ -134,7 +148,7 @@ def read_rope(fields: Mapping[str, Any], default_theta: float) -> tuple[float, S
     if not isinstance(kind, str) or kind not in OWN:
         raise unsupported_field(f"{name} of the type {kind!r:.80} (only {', '.join(OWN)})")
     strange = sorted(str(key) for key in set(rope) - COMMON - OWN[kind])
-    if strange or rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if strange or (kind != "proportional" and rope.get("partial_rotary_factor") not in (None, 1, 1.0)):
         raise unsupported_field(f"{name} {dict(rope)!r:.200}")
     inner = {f"{name}.{key}": value for key, value in rope.items()}
     theta = number(fields, "rope_theta", default_theta, LARGEST_THETA)
@@ -147,6 +161,9 @@ def _scaling(kind: str, at: str, inner: Mapping[str, Any], fields: Mapping[str, 
         return None
     if kind == "longrope":
         return _long(at, inner, fields)
+    if kind == "proportional":
+        share = number(inner, at + "partial_rotary_factor", 1.0, 1.0)
+        return ProportionalScaling(share, number(inner, at + "factor", 1.0, LARGEST_FACTOR))
     if kind == "linear":
         return LinearScaling(number(inner, at + "factor", None, LARGEST_FACTOR))
     length, declared = "original_max_position_embeddings", size(fields, "max_position_embeddings", 2048)

@@ -31,7 +31,7 @@ class FusedLlama(GraphLlama):
         super().__init__(*args, **options)
         self.attention = "fused" if self._kv_format.is_own else "matmul"
         self.score_dtype = torch.float32
-        self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floor)
+        self._floor, self._head_floor = float(self._norm_floor), float(self._head_norm_floors[self.config.head_dim])
 
     @classmethod
     def from_tensors(cls, *args: Any, **options: Any) -> GraphLlama:  # type: ignore[override]

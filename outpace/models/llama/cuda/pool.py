@@ -146,12 +146,11 @@ class GraphSession(Session):
         return self.length + self.pending
 
     def read(self, length: int) -> Tensor:
-        """Return the first `length` slots: [layers, keys then values of the kv_heads, length, width]"""
+        """Return the first `length` slots, layer after layer [keys and values, kv_heads, slots, width], flattened."""
         self.apply_moves()
         if self.row is None:  # nothing was ever stored
-            shape = self.pool.kv.shape
-            return self.pool.kv.new_empty(shape[0], 2 * shape[3], 0, shape[5])
-        return self.kv[:, :, :, :length].flatten(1, 2)
+            return self.pool.kv.new_empty(0)
+        return self.kv[:, :, :, :length].flatten()
 
     @torch.inference_mode()
     def apply_moves(self) -> None:

@@ -347,7 +347,7 @@ class GraphLlama(Llama):
         qkv = self._qkv(number, x, factors)[: batch * nodes]
         new = qkv[:, heads:].unflatten(0, (batch, nodes)).unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
         kv = self.pool.kv[number][:, start : start + batch]  # [2, batch, kv_heads, slots, width]
-        new = self._encode(new)
+        new = self._encode(number, new)
         kv.scatter_(3, slots[None, :, None, :, None].expand_as(new), new)
         stored = self._decode(number, kv[:, :, :, : mask.shape[-1]])
         return self._add_attention(number, self._attend_batch(qkv[:, :heads], stored, mask), x)
@@ -363,7 +363,7 @@ class GraphLlama(Llama):
         """Captured: compute logits from the hidden states of these rows."""
         logits.copy_(self._logits(self._hidden[rows]))
 
-    def _encode(self, new: Tensor) -> Tensor:
+    def _encode(self, number: int, new: Tensor) -> Tensor:
         """Encode finite numbers only.
 
         Hidden slots are multiplied by 0, which keeps nan: a request whose numbers overflow must not spoil the request
@@ -392,8 +392,9 @@ class ExactGraphLlama(GraphLlama):
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return torch.cat([super(ExactGraphLlama, self)._norm(piece, weight) for piece in x.split(FIXED)])
 
-    def _norm_heads(self, qkv: Tensor, weight: Tensor) -> Tensor:
-        return torch.cat([super(ExactGraphLlama, self)._norm_heads(piece, weight) for piece in qkv.split(FIXED)])
+    def _norm_heads(self, number: int, qkv: Tensor, weight: Tensor) -> Tensor:
+        pieces = qkv.split(FIXED)
+        return torch.cat([super(ExactGraphLlama, self)._norm_heads(number, piece, weight) for piece in pieces])
 
     def _probe(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         def with_norm(normed: Normed) -> Linear:

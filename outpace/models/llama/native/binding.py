@@ -63,7 +63,6 @@ def check_supported(kernels: Any, config: LlamaConfig) -> None:
         if depth % kernels.LANES or (name != "channels" and depth > kernels.MAX_DEPTH):
             most = "" if name == "channels" else f" up to {kernels.MAX_DEPTH}"
             raise UnsupportedShape(f"{name} is {depth}, native kernels take multiples of {kernels.LANES}{most}")
-    if config.head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
-        raise UnsupportedShape(
-            f"head_dim is {config.head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}"
-        )
+    head_dim = max(config.kv_heads)
+    if head_dim > kernels.MAX_DEPTH or config.head_dim % 2:
+        raise UnsupportedShape(f"head_dim is {head_dim}, native kernels take even ones up to {kernels.MAX_DEPTH}")

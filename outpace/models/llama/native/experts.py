@@ -57,6 +57,8 @@ def load_experts(packing: Packing, sizes: Experts, prefix: str, fetch: Fetch) ->
         biases["bias"] = fetch(f"{prefix}gate.bias").tolist()
     if sizes.corrects_choice:
         biases["correction"] = fetch(f"{prefix}gate.e_score_correction_bias").tolist()
+    if sizes.beside_mlp:
+        biases["scales"] = fetch(f"{prefix}gate.expert_scale").tolist()
     packed = packing.kernels.Experts(
         router,
         sizes.chosen,

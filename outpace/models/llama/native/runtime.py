@@ -28,7 +28,7 @@ from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
 from outpace.models.llama.native import weights
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, padded_width
+from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, native_heads, padded_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
 
@@ -134,15 +134,17 @@ def native_recurrence(kernels: Any, config: LlamaConfig) -> dict[str, Any]:
     return {"recurrence": kernels.Recurrence(layers, sizes.filter_length, sizes.channels, *heads)}
 
 
-def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> tuple[Any, LayerExperts | None]:
+def load_layer(
+    packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, kv_dtype: str = "float32"
+) -> tuple[Any, LayerExperts | None]:
     """Build the kernels' layer `number`, and its experts if it has some."""
     if not config.has_experts(number):
-        return weights.load_layer(packing, config, number, fetch), None
+        return weights.load_layer(packing, config, number, fetch, None, kv_dtype), None
     from outpace.models.llama.native.experts import load_experts  # for mixtures of experts only
 
     assert config.experts is not None
     experts = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
-    return weights.load_layer(packing, config, number, fetch, experts.packed), experts
+    return weights.load_layer(packing, config, number, fetch, experts.packed, kv_dtype), experts
 
 
 def host_floats(values: Tensor | np.ndarray) -> np.ndarray:
@@ -158,7 +160,7 @@ class NativeSession(Session):
         super().__init__(capacity, max_pending)
         self.config, self._model = model.config, model
         slots = model.max_positions + max_pending
-        self.store = model.kernels.Store(model.heads, model.num_attention_layers, slots, 0, **model.recurrence)
+        self.store = model.kernels.Store(model.stored_heads, slots, 0, **model.recurrence)
         self.is_recurrent = bool(model.recurrence)
 
     def keep(self, path: Sequence[int], live: Sequence[int] = ()) -> None:
@@ -181,13 +183,14 @@ class NativeSession(Session):
         self.store.load_state(saved)
 
     def read(self, length: int) -> np.ndarray:
-        """Return the first `length` slots: float32 [attention layers, keys then values, kv_heads, slots, head_dim]"""
-        out = np.empty(
-            (self.config.num_attention_layers, 2, self.config.num_kv_heads, length, self.config.head_dim), np.float32
-        )
-        for layer, place in enumerate(out):
-            self.store.read(layer, length, place)
-        return out
+        """Return the first `length` slots, float32: of each layer that stores them [keys then values, kv_heads,
+        slots, head_dim], flattened."""
+        found = []
+        for place, layer in enumerate(self.config.stored_layers):
+            sizes = self.config.of_layer(layer)
+            found.append(np.empty((2, sizes.num_kv_heads, length, sizes.head_dim), np.float32))
+            self.store.read(place, length, found[-1])
+        return np.concatenate([one.reshape(-1) for one in found])
 
     def _resize(self, slots: int) -> None:
         self.store.resize(slots)
@@ -202,14 +205,15 @@ class NativeSession(Session):
 class NativeRopeTable:
     """A growing table of cosines and sines of position times frequency, times the scaling's gain.
 
-    `table` float32 [positions, rotations * head_dim / 2, (cosine, sine)], each number rounded once and equal on every
+    `table` float32 [positions, pairs of all rotations, (cosine, sine)], each number rounded once and equal on every
     machine: angles are float32 products, as in the reference, and their cosines and sines are computed in float64,
     because libraries differ in the last bit of float32 ones. They do not depend on the table's size.
     """
 
-    def __init__(self, head_dim: int, rotations: Sequence[Rotation]) -> None:
-        self._frequencies = np.concatenate([_frequencies(head_dim, rotation) for rotation in rotations])
-        self._gains = np.concatenate([rotation.gains(head_dim) for rotation in rotations])[:, None]
+    def __init__(self, head_dims: Sequence[int], rotations: Sequence[Rotation]) -> None:
+        pairs = [*zip(head_dims, rotations, strict=True)]
+        self._frequencies = np.concatenate([_frequencies(head_dim, rotation) for head_dim, rotation in pairs])
+        self._gains = np.concatenate([rotation.gains(head_dim) for head_dim, rotation in pairs])[:, None]
         self.table = np.empty((0, len(self._frequencies), 2), np.float32)
 
     def grow_to(self, positions: int) -> None:
@@ -261,21 +265,25 @@ class NativeLlama(Model):
             from outpace.models.llama.native.experts import divide_memory  # for mixtures of experts only
 
             self._expert_bytes = divide_memory(experts, int(free_bytes("cpu") * EXPERT_SHARE))
-        self.rope_table = NativeRopeTable(config.head_dim, config.rotations)
+        self.rope_table = NativeRopeTable(config.rotated_dims, config.rotations)
         self.kv_dtype = options.kv_dtype
-        self.num_attention_layers, self._state_bytes = config.num_attention_layers, config.state_bytes
+        self._state_bytes = config.state_bytes
         self.recurrence = native_recurrence(self.kernels, config)
         if self.recurrence:  # states cannot leave out committed tokens
             self.capabilities = self.capabilities - {Capability.LENGTH}
             self.chunk = READ_TOGETHER
-        if config.experts:
+        if config.experts or config.scales_layers:
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
-        scale = {"scale": config.query_scale} if config.query_scale else {}
-        scale |= {"gated": True} if config.output_gate else {}
-        self.heads = self.kernels.Heads(
-            config.num_heads, config.num_kv_heads, config.head_dim, self.kv_dtype, config.rms_norm_eps, **scale
-        )
-        self._mlp_width = padded_width(self.kernels, config.intermediate_size)
+        if config.scales_layers:  # and may share keys: a layer is whole
+            self.capabilities = self.capabilities - {Capability.SKIP_SUBLAYERS}
+        if config.embedding_width:  # of tokens
+            self.capabilities = self.capabilities - {Capability.INPUTS}
+        self.heads = native_heads(self.kernels, config, self.kv_dtype)
+        self.stored_heads = [
+            native_heads(self.kernels, config.of_layer(number), self.kv_dtype, number)
+            for number in config.stored_layers
+        ]
+        self._mlp_width = padded_width(self.kernels, max(config.widths or [config.intermediate_size]))
         self._threads = options.threads or num_cores()
         self._models = {self._threads: self._with_threads(self._threads)}
         self._share = threading.local()  # .threads: number of threads for the passes of a thread that leaves cores idle
@@ -302,6 +310,8 @@ class NativeLlama(Model):
             embedding_scale=config.embedding_scale,
             gelu=config.activation == GELU,
             gate_limit=config.experts.limit if config.experts else 0.0,
+            logit_cap=config.logit_cap,
+            embeddings=ends.by_layer,
             **self.recurrence,
         )
 
@@ -328,13 +338,13 @@ class NativeLlama(Model):
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, in whole pages."""
         places = {"places": USUAL_NODES} if self.recurrence else {}
-        layers, sizes = self.num_attention_layers, self.recurrence
-        total: int = self.kernels.Store.bytes_of(self.heads, layers, slots, **sizes, **places)
+        total: int = self.kernels.Store.bytes_of(self.stored_heads, slots, **self.recurrence, **places)
         return total
 
     @property
     def weight_bytes(self) -> int:
-        return sum(layer.bytes for layer in self._layers) + self.output_bytes
+        by_layer = self.ends.by_layer.bytes if self.ends.by_layer else 0  # what it projects: rows of the table are few
+        return sum(layer.bytes for layer in self._layers) + by_layer + self.output_bytes
 
     @property
     def distinct_experts(self) -> float:
@@ -392,7 +402,10 @@ class NativeLlama(Model):
         with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(EmbeddingAndHead.load, packing, config, fetch, head_ids)
-                loaded = pool.map(partial(load_layer, packing, config, fetch=fetch), range(config.num_layers))
+                loaded = pool.map(
+                    partial(load_layer, packing, config, fetch=fetch, kv_dtype=options.kv_dtype),
+                    range(config.num_layers),
+                )
                 layers, experts = [], []
                 for number, (layer, found) in enumerate(loaded, 1):
                     layers.append(layer)

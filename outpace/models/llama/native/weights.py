@@ -16,7 +16,7 @@ import numpy as np
 
 from outpace.core.arrays import torch
 from outpace.core.errors import UserError
-from outpace.models.llama.config import gemma
+from outpace.models.llama.config import gemma, gemma4
 from outpace.models.llama.config.draft_vocab import checked_ids
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.weight_sources import FLOATS, Q4_1, StoredMatrix
@@ -104,6 +104,15 @@ class Fetch:
     def _note_rounded(self, *kinds: str) -> None:
         self._slow.update(kind for kind in kinds if kind not in self._expected)
 
+    def stored_rows(self, name: str) -> tuple[str, np.ndarray, int]:
+        """Return a matrix's format, rows of bytes, and number of columns: as the file has it or, if the kernels do not
+        read its format, in half precision."""
+        weight = self._weight(name)
+        if isinstance(weight, StoredMatrix) and weight.kind in self._formats:
+            return weight.kind, weight.data, weight.columns
+        rows = self._floats(weight).astype(np.float16)
+        return "F16", rows.view(np.uint8), rows.shape[1]
+
     def matrices(self, *names: str) -> Matrices:
         """Fetch matrices: blocks in a file's formats, and floats that the kernels round as they read them."""
         weights = [self._weight(name) for name in names]
@@ -144,9 +153,24 @@ def _is_float(weight: Weight) -> bool:
     return not isinstance(weight, StoredMatrix) or weight.kind in FLOATS
 
 
-def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, experts: Any = None) -> Any:
+def native_heads(kernels: Any, config: LlamaConfig, kv_dtype: str, layer: int | None = None) -> Any:
+    """Build the kernels' sizes of attention, of all layers or of one; `config` has the layer's own sizes."""
+    options: dict[str, Any] = {"scale": config.query_scale} if config.query_scale else {}
+    options |= {"gated": True} if config.output_gate else {}
+    options |= {"cap": config.score_cap} if config.score_cap else {}
+    options |= {"norms_values": True} if config.norms_values else {}
+    if layer is not None:
+        options["projected"] = 0 if not config.stores(layer) else 1 if config.joins_values(layer) else 2
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    return kernels.Heads(*sizes, kv_dtype, config.rms_norm_eps, **options)
+
+
+def load_layer(
+    packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, experts: Any = None, kv_dtype: str = "float32"
+) -> Any:
     """Build the kernels' layer `number` from Hugging Face weight names. `experts`: the kernels' experts."""
     config = config if number == 0 else replace(config, takes_features=False, norms_features=True)
+    config = config.of_layer(number)
     prefix = f"model.layers.{number}."
     if config.is_recurrent(number):
         return _load_recurrent_layer(packing, config, prefix, fetch, experts)
@@ -155,14 +179,28 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch,
     def norm(name: str, is_there: bool) -> list[float]:
         return _norm(config, fetch, prefix + name).tolist() if is_there else []
 
+    own: dict[str, Any] = {}
+    if config.full_heads:
+        own["heads"] = native_heads(packing.kernels, config, kv_dtype, number)
+    if not config.stores(number):
+        own["keys_of"] = config.kv_layer(number)
+    if config.scales_layers:
+        own["scale"] = float(fetch(prefix + "layer_scalar")[0])
+    if config.embedding_width:
+        gate, output = (matrix_of_rows(packing, fetch, f"{prefix}{name}.weight") for name in gemma4.BRANCH)
+        own["embedding"] = packing.kernels.EmbeddingBranch(gate, output, norm(gemma4.PROJECTION_NORM, True))
+    if config.experts and config.experts.beside_mlp:
+        router = fetch(prefix + "mlp.gate.scale") * np.float32(config.hidden_size**-0.5)
+        after_mlp, before, after = (norm(name, True) for name in gemma4.BRANCH_NORMS)
+        own["branch_norms"] = packing.kernels.BranchNorms(router.tolist(), after_mlp, before, after)
     layer = packing.kernels.Layer(
         _state_norm(config, fetch, prefix),
         _norm(config, fetch, prefix + config.mlp_norm),
-        _qkv(packing, config, attention, fetch),
+        _qkv(packing, config, number, attention, fetch),
         _padded_inputs(packing, fetch, attention + "o_proj", config.head_dim, config.output_bias),
         *_mlp(packing, config, prefix, fetch, experts is not None),
         query_norm=norm("self_attn.q_norm", config.head_norm),
-        key_norm=norm("self_attn.k_norm", config.head_norm),
+        key_norm=norm("self_attn.k_norm", config.head_norm and config.stores(number)),
         rotates=config.rotates(number),
         rotation=config.rotation(number) or 0,
         window=config.window(number) or 0,
@@ -171,6 +209,7 @@ def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch,
         experts=experts,
         sinks=fetch(attention + "sinks").tolist() if config.sinks else [],
         **({"token_norm": norm("input_layernorm", True)} if config.takes_features else {}),
+        **own,
     )
     layer.is_causal = config.is_causal(number)
     return layer
@@ -236,8 +275,9 @@ def interleaved(kernels: Any, parts: Sequence[np.ndarray], width: int, missing: 
     return both.reshape(len(parts) * width, *parts[0].shape[1:])
 
 
-def _qkv(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch) -> Any:
-    names = [f"{prefix}{name}_proj" for name in "qkv"]
+def _qkv(packing: Packing, config: LlamaConfig, layer: int, prefix: str, fetch: Fetch) -> Any:
+    parts = "q" if not config.stores(layer) else "qk" if config.joins_values(layer) else "qkv"
+    names = [f"{prefix}{name}_proj" for name in parts]
     bias = np.concatenate([fetch(name + ".bias") for name in names]).tolist() if config.attention_bias else []
     gates = [f"{prefix}output_gate.weight"] if config.output_gate else []
     found = fetch.layer_matrices(packing, *(name + ".weight" for name in names), *gates)
@@ -268,8 +308,7 @@ def _mlp(packing: Packing, config: LlamaConfig, prefix: str, fetch: Fetch, has_e
     """Return the matrices of an MLP, or of the shared expert, None without one: 16 gates, then the 16 ups that they
     gate, and so on, so that both are in one panel; then the outputs."""
     width, has_bias, part = config.intermediate_size, config.mlp_bias, prefix + "mlp."
-    if has_experts:
-        assert config.experts is not None
+    if has_experts and config.experts and not config.experts.beside_mlp:
         width, has_bias, part = config.experts.shared_width, False, prefix + "mlp.shared_expert."
         if not width:
             return None, None
@@ -306,12 +345,14 @@ def matrix_of_rows(
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """Embedding, final norm and output layer. `kept` [rows]: the output layer's tokens, rising; None: all."""
+    """Embedding, final norm and output layer. `kept` [rows]: the output layer's tokens, rising; None: all. `by_layer`:
+    the tokens' embeddings for each layer, or None."""
 
     embedding: Any
     norm: np.ndarray
     head: Any
     kept: np.ndarray | None
+    by_layer: Any = None
 
     @classmethod
     def load(
@@ -320,12 +361,21 @@ class EmbeddingAndHead:
         """Build them from Hugging Face weight names; an output layer that is the embedding is stored once."""
         name, kept = "model.embed_tokens.weight", None
         embedding, norm = matrix_of_rows(packing, fetch, name), _norm(config, fetch, "model.norm")
+        by_layer = _load_by_layer(packing, config, fetch) if config.embedding_width else None
         if config.tie_embeddings and head_ids is None:
-            return cls(embedding, norm, embedding, None)
+            return cls(embedding, norm, embedding, None, by_layer)
         if head_ids is not None:
             kept = np.sort(checked_ids(head_ids, config.vocab_size))
         head = matrix_of_rows(packing, fetch, name if config.tie_embeddings else "lm_head.weight", kept)
-        return cls(embedding, norm, head, kept)
+        return cls(embedding, norm, head, kept, by_layer)
+
+
+def _load_by_layer(packing: Packing, config: LlamaConfig, fetch: Fetch) -> Any:
+    """Build the tokens' embeddings for each layer; the table stays in its file if the kernels read its format."""
+    projection = matrix_of_rows(packing, fetch, gemma4.MODEL_PROJECTION)
+    kind, table, columns = fetch.stored_rows(gemma4.TABLE)
+    norm = _norm(config, fetch, gemma4.MODEL_NORM).tolist()
+    return packing.kernels.TokenEmbeddings(kind, table, columns, projection, norm)
 
 
 def round_to_four_bits(kernels: Any, name: str, weights: np.ndarray) -> StoredMatrix | None:

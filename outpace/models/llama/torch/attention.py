@@ -52,17 +52,24 @@ def exact_weights(scores: Tensor) -> Tensor:
     return weights.div_(weights.sum(-1, keepdim=True)).add_(_WEIGHT_GRID).sub_(_WEIGHT_GRID)
 
 
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Compute cap tanh(x / cap) in place, by exponentials as softmax does; 0: no cap."""
+    return x.mul_(2.0 / cap).exp_().add_(1.0).reciprocal_().mul_(-2.0 * cap).add_(cap) if cap else x
+
+
 class ExactAttention:
     """Keys and values in float64 on grids, with exact sums."""
 
     dtype = torch.float64
     factor_dtype = torch.complex128
 
-    def __init__(self, bounds: Tensor, device: torch.device, sinks: Tensor | None = None) -> None:
+    def __init__(self, bounds: Tensor, device: torch.device, sinks: Tensor | None = None, cap: float = 0.0) -> None:
         """Take the bounds of each head's queries and keys (norms), then of each value head (entries).
 
         `bounds` [heads + 2 kv_heads, 2]; the second column is 1 for a value head. `sinks` [heads]: see `LayerWeights`.
+        `cap`: of the scores, 0 without one.
         """
+        self._cap = cap
         constants = [grid_constant(float(b), _VALUE_BITS if is_value else _HALF_BITS) for b, is_value in bounds]
         self._sinks = None if sinks is None else sinks.double()
         self._grid = torch.tensor(constants, dtype=torch.float64, device=device)[:, None]  # [heads + 2 kv_heads, 1]
@@ -85,7 +92,7 @@ class ExactAttention:
 
         `mask` [nodes, last slots] is -inf for hidden slots among the last ones; None hides nothing.
         """
-        scores = _folded_scores(query, keys[None], torch.bmm)
+        scores = capped(_folded_scores(query, keys[None], torch.bmm), self._cap)
         if mask is not None:
             scores[..., -mask.shape[-1] :].add_(mask)
         out.copy_(_weighted_sum(_weights_with(self._sinks, scores, exact_weights), values[None]))
@@ -119,8 +126,8 @@ class FastAttention:
 
     factor_dtype = torch.complex64
 
-    def __init__(self, dtype: torch.dtype, sinks: Tensor | None = None) -> None:
-        self.dtype, self._sinks = dtype, None if sinks is None else sinks.float()
+    def __init__(self, dtype: torch.dtype, sinks: Tensor | None = None, cap: float = 0.0) -> None:
+        self.dtype, self._sinks, self._cap = dtype, None if sinks is None else sinks.float(), cap
 
     def prepare(self, qkv: Tensor, factors: Tensor) -> Tensor:
         """Rotate queries, keys and values, in the model's dtype: [nodes, heads + 2 kv_heads, d]"""
@@ -132,8 +139,8 @@ class FastAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor) -> None:
         """Do the same as `ExactAttention.attend`, in the model's dtype."""
-        if self._sinks is not None:  # torch's fused attention has none
-            scores = _folded_scores(query, keys[None], _float_product)
+        if self._sinks is not None or self._cap:  # torch's fused attention has neither
+            scores = capped(_folded_scores(query, keys[None], _float_product), self._cap)
             if mask is not None:
                 scores[..., -mask.shape[-1] :].add_(mask)
             weights = _weights_with(self._sinks, scores, partial(torch.softmax, dim=-1))

@@ -55,7 +55,8 @@ class ExpertWeights:
     """A layer's experts, each with its gates and ups side by side. The router is a product of its own.
 
     `norm` [hidden] is that of `Normed`, for all experts. `correction` [experts] is added to the scores for the choice
-    only. `shared`: the shared expert's gates and ups, its output, and the gate of its output if it has one.
+    only; `scales` [experts] are factors of weights. `shared`: the shared expert's gates and
+    ups, its output, and the gate of its output if it has one.
     """
 
     sizes: Experts
@@ -63,6 +64,7 @@ class ExpertWeights:
     gate_up: ExpertProduct
     down: ExpertProduct
     correction: Tensor | None = None
+    scales: Tensor | None = None
     shared: tuple[Linear, Linear, Linear | None] | None = None
 
     def linears(self, hidden: int) -> list[tuple[Linear, int]]:
@@ -82,6 +84,7 @@ class ExpertWeights:
         are computed.
         """
         ids, weights = choose(logits, self.sizes, self.correction)
+        weights = weights if self.scales is None else weights * self.scales[ids]
         order = ids.flatten().argsort(stable=True)
         sorted_ids, places = ids.flatten()[order], torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
@@ -108,6 +111,8 @@ class ExpertWeights:
 
     def _activate(self, gate_up: Tensor, wide: torch.dtype) -> Tensor:
         gate, up = gate_up.to(wide).chunk(2, dim=-1)
+        if self.sizes.is_gelu:
+            return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
         if not self.sizes.limit:
             return (gate * gate.sigmoid() * up).to(gate_up.dtype)
         gate, up = gate.clamp(max=self.sizes.limit), up.clamp(-self.sizes.limit, self.sizes.limit)
@@ -163,5 +168,6 @@ def load_experts(sizes: Experts, prefix: str, norm: Tensor, fetch: Callable[[str
             on_gpu,
         ),
         fetch(f"{prefix}gate.e_score_correction_bias").double() if sizes.corrects_choice else None,
+        fetch(f"{prefix}gate.expert_scale").float() if sizes.beside_mlp else None,
         shared,
     )

@@ -49,7 +49,12 @@ class RopeTables:
 
     def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
-        self._rotaries = [Rotary(config.head_dim, rotation, device) for rotation in config.rotations]
+        self._rotaries = [
+            Rotary(head_dim, rotation, device)
+            for head_dim, rotation in zip(config.rotated_dims, config.rotations, strict=True)
+        ]
+        layers = {config.rotation(layer): config.of_layer(layer) for layer in range(config.num_layers)}
+        self._configs = [layers.get(number, config) for number in range(len(self._rotaries))]
 
     def grow_to(self, positions: int) -> None:
         """Grow all tables to at least `positions` positions; one thread at a time."""
@@ -68,15 +73,16 @@ class RopeTables:
 
     def __call__(self, positions: Tensor) -> RopeFactors:
         """Return the factors of rows at these positions: queries' include the attention scale, values' are 1."""
-        config = self._config
-        ones = torch.ones((len(positions), 1, config.head_dim // 2), dtype=self._dtype, device=self._device)
 
-        def of_heads(factors: Tensor) -> Tensor:
+        def of_heads(config: LlamaConfig, factors: Tensor | None) -> Tensor:
+            ones = torch.ones((len(positions), 1, config.head_dim // 2), dtype=self._dtype, device=self._device)
+            factors = ones if factors is None else factors
             query = (factors * config.attention_scale).expand(-1, config.num_heads, -1)
             parts = (query, factors.expand(-1, config.num_kv_heads, -1), ones.expand(-1, config.num_kv_heads, -1))
             return torch.cat(parts, dim=1)
 
         found: RopeFactors = {
-            number: of_heads(rotary(positions)[:, None].to(self._dtype)) for number, rotary in enumerate(self._rotaries)
+            number: of_heads(self._configs[number], rotary(positions)[:, None].to(self._dtype))
+            for number, rotary in enumerate(self._rotaries)
         }
-        return found | {None: of_heads(ones)} if config.rotary_layers else found
+        return found | {None: of_heads(self._config, None)} if self._config.rotary_layers else found

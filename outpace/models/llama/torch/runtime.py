@@ -26,11 +26,12 @@ from outpace.core.arrays import to_device
 from outpace.core.errors import UserError
 from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.models.base import Capability, Model, Part, ReducedOutput, hidden_row_numbers, row_numbers
+from outpace.models.llama.config import gemma4
 from outpace.models.llama.config.draft_vocab import checked_ids, num_first_tokens
 from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
-from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView
+from outpace.models.llama.torch.attention import ExactAttention, FastAttention, SessionRows, WindowView, capped
 from outpace.models.llama.torch.experts import ROUTER, ExpertWeights
 from outpace.models.llama.torch.linear import (
     COUNTS,
@@ -44,7 +45,14 @@ from outpace.models.llama.torch.linear import (
 from outpace.models.llama.torch.recurrent import RecurrentPass, gate, halved_sum, norm_heads, silu
 from outpace.models.llama.torch.rope_tables import RopeFactors, RopeTables
 from outpace.models.llama.torch.session import KVFormat, LlamaSession
-from outpace.models.llama.torch.weights import LayerWeights, Normed, load_head, load_layer
+from outpace.models.llama.torch.weights import (
+    LayerWeights,
+    Normed,
+    TokenEmbeddings,
+    load_embeddings,
+    load_head,
+    load_layer,
+)
 from outpace.models.llama.weight_sources import split_fused
 from outpace.models.options import AUTO
 
@@ -69,18 +77,24 @@ class Llama(Model):
         exact: bool | None = None,
         head_ids: Tensor | None = None,
         kv_dtype: str = AUTO,
+        embeddings: TokenEmbeddings | None = None,
     ) -> None:
         """`exact` None: on if the machine supports it. `head_ids` [rows]: the tokens of a reduced output layer's rows;
-        all other tokens score -inf. `kv_dtype`: the type of keys and values."""
+        all other tokens score -inf. `kv_dtype`: the type of keys and values. `embeddings`: of the tokens for layers."""
         self.config = config
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.draft_window, self.num_layers = config.draft_window, config.num_layers
         self.device, self.dtype, self.score_dtype = embedding.device, embedding.dtype, embedding.dtype
         self._layers, self.embedding, self._head, self._head_ids = layers, embedding, head, head_ids
+        self._configs = [config.of_layer(layer) for layer in range(config.num_layers)]
+        self._embeddings = embeddings
         self._reduced: ReducedHead | None = None  # in place of the output layer in passes
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
         self._norm_floor = torch.tensor(math.sqrt(config.hidden_size * config.rms_norm_eps), device=self.device)
-        self._head_norm_floor = torch.tensor(math.sqrt(config.head_dim * config.rms_norm_eps), device=self.device)
+        self._head_norm_floors = {
+            one.head_dim: torch.tensor(math.sqrt(one.head_dim * config.rms_norm_eps), device=self.device)
+            for one in self._configs
+        }
         self._activation = partial(F.gelu, approximate="tanh") if config.activation == GELU else F.silu
         self._windows = set(map(config.window, range(config.num_layers)))
         self._recurrent_numbers = list(
@@ -89,23 +103,30 @@ class Llama(Model):
         if config.num_recurrent_layers:
             self.capabilities = self.capabilities - {Capability.LENGTH, Capability.MLP_BIAS}
             self.chunk = READ_TOGETHER
-        if config.experts:
+        if config.experts or config.scales_layers:
             self.capabilities = self.capabilities - {Capability.MLP_BIAS}
+        if config.scales_layers:  # and may share keys: a layer is whole
+            self.capabilities = self.capabilities - {Capability.SKIP_SUBLAYERS}
+        if config.embedding_width:  # of tokens
+            self.capabilities = self.capabilities - {Capability.INPUTS}
         self._distinct: list[Tensor] = []  # numbers of experts that layers applied in the last pass
         self.row_counts = self._head_counts = ()  # type: tuple[int, ...]
         if exact is not False:
             self.row_counts, self._head_counts = self._probe()
         self.exact = bool(self.row_counts)
+        self._wide = torch.float64 if self.exact else torch.float32  # of activations outside the MLPs
         if exact and not self.exact:
             raise UserError(f"exact mode is not available for {self.dtype} on {self.device}, {self.exact_where}")
         self._attention: list[ExactAttention | FastAttention] = [
-            ExactAttention(layer.bounds, self.device, layer.sinks)
+            ExactAttention(layer.bounds, self.device, layer.sinks, config.score_cap)
             if self.exact
-            else FastAttention(self.dtype, layer.sinks)
+            else FastAttention(self.dtype, layer.sinks, config.score_cap)
             for layer in layers
         ]
         self._rope = RopeTables(config, self._attention[0].factor_dtype, self.device)
-        self.kv_dtype, self._kv_format = kv_dtype, KVFormat(kv_dtype, self._attention[0].dtype, config.head_dim)
+        self.kv_dtype, own = kv_dtype, self._attention[0].dtype
+        self._kv_format = KVFormat(kv_dtype, own, config.head_dim)
+        self._kv_formats = [KVFormat(kv_dtype, own, one.head_dim) for one in self._configs]
         self._skipped: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # attention, MLP
 
     @property
@@ -114,7 +135,9 @@ class Llama(Model):
 
     @property
     def token_bytes(self) -> int:
-        return self.config.kv_entries // self.config.head_dim * self._kv_format.width * self._kv_format.dtype.itemsize
+        layers = self.config.stored_layers
+        entries = sum(self._configs[layer].num_kv_heads * self._kv_formats[layer].width for layer in layers)
+        return 2 * entries * self._kv_format.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
@@ -130,6 +153,7 @@ class Llama(Model):
         shapes = tensor_shapes(self.config)
         if not self.config.tie_embeddings:
             del shapes["model.embed_tokens.weight"]  # a pass reads only some of its rows
+        shapes.pop(gemma4.TABLE, None)  # as of this
         experts = self.config.experts
         share = experts.chosen / experts.count if experts else 1.0  # a row reads the chosen ones
         total = sum(math.prod(shape) * (share if ".experts." in name else 1) for name, shape in shapes.items())
@@ -188,12 +212,13 @@ class Llama(Model):
             progress("loading", (number + 1) / config.num_layers)
         embedding = fetch("model.embed_tokens.weight")
         head = load_head(config, embedding, kept, fetch)
-        return cls(config, layers, embedding, head, exact, kept, kv_dtype)
+        options = {"embeddings": load_embeddings(config, fetch, tensor)} if config.embedding_width else {}
+        return cls(config, layers, embedding, head, exact, kept, kv_dtype, **options)
 
     def open(self, capacity: int, max_pending: int) -> LlamaSession:
         capacity = min(capacity, self.max_positions)
         self._rope.grow_to(min(capacity + max_pending, self.max_positions))
-        return LlamaSession(capacity, max_pending, self.config, self._kv_format, self.device, self.exact)
+        return LlamaSession(capacity, max_pending, self.config, self._kv_formats, self.device, self.exact)
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         return self._embed(to_device(tokens, np.int64, self.device))
@@ -215,7 +240,7 @@ class Llama(Model):
             inputs = rows.inputs.to(self.device, self.dtype)
             for number, product in enumerate(products):
                 both, norm = self._apply_normed(product, inputs), self._layers[number].head_norm
-                both = both if norm is None else self._norm_heads(both, norm[first:])
+                both = both if norm is None else self._norm_heads(number, both, norm[first:])
                 turns = factors[self.config.rotation(number)][:, first:]
                 self._store(number, rows, self._attention[number].prepare(both, turns))
 
@@ -239,11 +264,13 @@ class Llama(Model):
             sessions.append(SessionRows(part, first, self.max_positions - 1, self._windows, self.device))
         tokens = to_device([token for part in forest for token in part.tokens], np.int64, self.device)
         positions = to_device([position for rows in sessions for position in rows.positions], np.int64, self.device)
-        x = self._embed(pad_rows(tokens, self.row_counts))
+        padded = pad_rows(tokens, self.row_counts)
+        x = self._embed(padded)
         factors = self._rope(pad_rows(positions, self.row_counts))
         for rows in sessions:
             if rows.inputs is not None:
                 x[rows.rows] = rows.inputs.to(x)
+        embedded = None if self._embeddings is None else self._join_embeddings(self._embeddings, padded, x)
         shown = to_device(hidden_row_numbers(forest), np.int64, self.device) if layers else None
         hidden, config = {}, self.config
         walk = RecurrentPass(config.recurrence, sessions, self.device, self.exact) if config.recurrence else None
@@ -254,6 +281,7 @@ class Llama(Model):
                 x = self._recurrent_layer(number, x, walk, sessions)
             elif number < len(self._layers):
                 x = self._layer(number, x, factors, sessions)
+                x = self._end_layer(self._layers[number], x, None if embedded is None else embedded[:, number])
         logits = self._logits(x[to_device(row_numbers(forest), np.int64, self.device)])
         return TargetOutput(logits, torch.stack([hidden[layer] for layer in layers]) if layers else None)
 
@@ -271,13 +299,28 @@ class Llama(Model):
         if number not in self._skipped[0]:
             product = self._qkv_product(number, x)
             qkv = self._heads(number, product, factors)
-            attended = x.new_zeros(len(x), self.config.num_heads * self.config.head_dim)
+            attended = x.new_zeros(len(x), self.config.num_heads * self._configs[number].head_dim)
             for rows in sessions:
                 self._attend(number, rows, qkv[rows.rows], attended[rows.rows])
             if self.config.output_gate:
                 attended = gate(attended, product[:, -attended.shape[1] :])
             x = self._add_attention(number, attended, x)
         return x if number in self._skipped[1] else self._mlp(number, x, sessions)
+
+    def _join_embeddings(self, embeddings: TokenEmbeddings, tokens: Tensor, x: Tensor) -> Tensor:
+        """Compute the tokens' embeddings for all layers from the first state: [rows, layers, width]"""
+        width = len(embeddings.norm)
+        product = self._apply(embeddings.projection, x).unflatten(1, (-1, width)).to(self._wide) * x.shape[1] ** -0.5
+        squares = halved_sum(product.square(), -1)[..., None]
+        normed = product * (squares + width * self.config.rms_norm_eps).rsqrt() * embeddings.norm
+        return ((normed + embeddings.rows(tokens) * math.sqrt(width)) * math.sqrt(0.5)).to(x.dtype)
+
+    def _end_layer(self, layer: LayerWeights, x: Tensor, embedded: Tensor | None) -> Tensor:
+        """Add the layer's own embeddings of the tokens, [rows, width], and scale the state."""
+        if layer.embedding is not None and embedded is not None:
+            inner = self._activation(self._apply(layer.embedding.gate, x).to(self._wide)) * embedded
+            x = self._add(layer.embedding.output, layer.embedding.norm, inner.to(x.dtype), x)
+        return x if layer.scale is None else x * layer.scale
 
     def _recurrent_layer(self, number: int, x: Tensor, walk: RecurrentPass, sessions: Sequence[SessionRows]) -> Tensor:
         """Apply a layer with a recurrent state, and its MLP: [rows, hidden] to [rows, hidden]"""
@@ -308,10 +351,11 @@ class Llama(Model):
 
     def _heads(self, number: int, product: Tensor, factors: RopeFactors) -> Tensor:
         """Norm and rotate the heads of a layer's input product, which may have gates after them."""
-        layer, config = self._layers[number], self.config
-        qkv = product[:, : (config.num_heads + 2 * config.num_kv_heads) * config.head_dim]
-        qkv = qkv if layer.head_norm is None else self._norm_heads(qkv, layer.head_norm)
-        return self._attention[number].prepare(qkv, factors[self.config.rotation(number)])
+        layer, config = self._layers[number], self._configs[number]
+        heads = config.num_heads + (2 * config.num_kv_heads if config.stores(number) else 0)
+        qkv = product[:, : heads * config.head_dim]
+        qkv = qkv if layer.head_norm is None else self._norm_heads(number, qkv, layer.head_norm)
+        return self._attention[number].prepare(qkv, factors[self.config.rotation(number)][:, :heads])
 
     def _qkv_product(self, number: int, x: Tensor) -> Tensor:
         layer, config = self._layers[number].qkv, self.config
@@ -335,24 +379,29 @@ class Llama(Model):
 
     def _mix_experts(self, layer: LayerWeights, experts: ExpertWeights, x: Tensor, count: int) -> Tensor:
         """Add the mixture of experts of the first `count` rows, those without padding, to the residual."""
-        wide = torch.float64 if self.exact else torch.float32
+        wide = self._wide
         logits, normed = self._apply_normed(layer.gate_up, x.float()), self._norm(x, experts.norm)
         total, ids = experts.apply(logits[:count], normed, self.row_counts, wide)
         self._distinct.append((ids.flatten().sort().values.diff() != 0).sum() + 1)
         total = experts.add_shared(total, normed, self.row_counts, wide)
-        return x + F.pad(total, (0, 0, 0, len(x) - count)).to(x.dtype)
+        total = F.pad(total, (0, 0, 0, len(x) - count)).to(x.dtype)
+        if (beside := layer.beside) is not None and layer.down_norm is not None:
+            gate, up = self._apply_normed(beside.gate_up, x).chunk(2, dim=-1)
+            dense = self._norm(self._apply(beside.down, self._activation(gate).mul_(up)), beside.mlp_norm)
+            total = self._norm(dense + self._norm(total, beside.experts_norm), layer.down_norm)
+        return x + total
 
     def _attend(self, number: int, rows: SessionRows, qkv: Tensor, out: Tensor) -> None:
         """Store one session's new keys and values, and write the attention of its nodes to `out`."""
-        heads, view = self.config.num_heads, self._view(number, rows)
-        kv = self._store(number, rows, qkv[:, heads:])
-        keys, values = self._decode(number, kv[:, :, view.first : rows.used])
+        heads, view, source = self.config.num_heads, self._view(number, rows), self.config.kv_layer(number)
+        kv = self._store(number, rows, qkv[:, heads:]) if source == number else rows.session.kv[source]
+        keys, values = self._decode(source, kv[:, :, view.first : rows.used])
         self._attention[number].attend(qkv[:, :heads], keys, values, view.mask, out)
 
     def _store(self, number: int, rows: SessionRows, new: Tensor) -> Tensor:
         """Store keys and values of new nodes [rows, 2 kv_heads, head_dim] in one layer, and return all of its slots."""
         kv = rows.session.kv[number]  # [2, kv_heads, slots, width]
-        kv[:, :, rows.slots] = self._encode(new.unflatten(1, (2, -1)).permute(1, 2, 0, 3))
+        kv[:, :, rows.slots] = self._encode(number, new.unflatten(1, (2, -1)).permute(1, 2, 0, 3))
         return kv
 
     def _view(self, number: int, rows: SessionRows) -> WindowView:
@@ -365,12 +414,12 @@ class Llama(Model):
         mask[:, -count:] += later
         return view._replace(mask=mask)
 
-    def _encode(self, new: Tensor) -> Tensor:
-        return self._kv_format.encode(new)
+    def _encode(self, number: int, new: Tensor) -> Tensor:
+        return self._kv_formats[number].encode(new)
 
     def _decode(self, number: int, stored: Tensor) -> Tensor:
         """Decode a layer's keys and values [2, .., kv_heads, slots, width]; in exact mode they are on their grids."""
-        decoded = self._kv_format.decode(stored)
+        decoded = self._kv_formats[number].decode(stored)
         return decoded if self._kv_format.is_own else self._attention[number].round_stored(decoded)
 
     def _keep_read(self, forest: Sequence[Part]) -> None:
@@ -393,6 +442,8 @@ class Llama(Model):
         if not len(x):
             return self._no_logits()
         logits = self._head_product(linear, self._norm_output(pad_rows(x, self._head_counts)))[: len(x)]
+        if self.config.logit_cap:
+            logits = capped(logits.double(), self.config.logit_cap).to(logits.dtype)
         if ids is not None:
             wide = logits.new_full((len(x), self.config.vocab_size + 1), -math.inf)
             logits = wide.scatter_(1, ids.expand(len(x), -1), logits)
@@ -418,15 +469,18 @@ class Llama(Model):
         normed = x / torch.hypot(norm, self._norm_floor)
         return normed if weight is None else (normed * weight).to(x.dtype)
 
-    def _norm_heads(self, qkv: Tensor, weight: Tensor) -> Tensor:
-        """Norm queries and keys head by head; values stay. [rows, (heads + 2 kv_heads) * head_dim]"""
-        heads, config = qkv.unflatten(1, (-1, self.config.head_dim)), self.config
+    def _norm_heads(self, number: int, qkv: Tensor, weight: Tensor) -> Tensor:
+        """Norm queries and keys, and values if these are normed, head by head. [rows, (heads + 2 kv_heads) *
+        head_dim]"""
+        config = self._configs[number]
+        heads = qkv.unflatten(1, (-1, config.head_dim))
         norm = torch.linalg.vector_norm(heads, dim=-1, keepdim=True, dtype=torch.float32)  # [rows, heads.., 1]
-        divisor = torch.hypot(norm, self._head_norm_floor)
+        divisor = torch.hypot(norm, self._head_norm_floors[config.head_dim])
         if config.joint_norm:
             for heads_of in (slice(config.num_heads), slice(config.num_heads, config.num_heads + config.num_kv_heads)):
                 divisor[:, heads_of] = halved_sum(divisor[:, heads_of].square(), 1).sqrt()[:, None]
-        divisor[:, -self.config.num_kv_heads :].fill_(1)  # not `= 1`, which a capture takes for a copy from the host
+        if not config.norms_values:
+            divisor[:, -config.num_kv_heads :].fill_(1)  # not `= 1`, which a capture takes for a copy from the host
         return (heads / divisor * weight).flatten(1).to(qkv.dtype)
 
     def _apply_normed(self, normed: Normed, x: Tensor) -> Tensor:
@@ -447,11 +501,12 @@ class Llama(Model):
     def _linears(self) -> list[tuple[Linear, int]]:
         """Return a layer's products as a pass calls them, with their input widths: of the first layer of each kind."""
         layers = range(self.config.num_layers)
-        kinds = list(zip(map(self.config.is_recurrent, layers), map(self.config.has_experts, layers), strict=True))
+        config = self.config
+        kinds = [(config.is_recurrent(n), config.has_experts(n), config.stores(n), self._configs[n]) for n in layers]
         return [one for kind in {*kinds} for one in self._linears_of(kinds.index(kind))]
 
     def _linears_of(self, number: int) -> list[tuple[Linear, int]]:
-        layer, hidden, config = self._layers[number], self.config.hidden_size, self.config
+        layer, hidden, config = self._layers[number], self.config.hidden_size, self._configs[number]
 
         def with_residual(linear: Linear) -> Linear:
             """Add to a residual: that is another kernel on a CPU."""
@@ -463,6 +518,11 @@ class Llama(Model):
         gate_up, wide = layer.gate_up.linear, [(layer.output, mixed)]
         if layer.down is not None:
             wide.append((layer.down, config.intermediate_size))
+        if layer.beside is not None:
+            wide += [(layer.beside.gate_up.linear, hidden), (layer.beside.down, config.intermediate_size)]
+        if layer.embedding is not None and self._embeddings is not None:
+            wide += [(layer.embedding.gate, hidden), (layer.embedding.output, config.embedding_width)]
+            wide.append((self._embeddings.projection, hidden))
         if not config.sandwich_norms:
             wide = [(with_residual(linear), inputs) for linear, inputs in wide]
         if layer.experts is not None:

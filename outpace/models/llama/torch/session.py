@@ -60,7 +60,7 @@ class LlamaSession(Session):
     """Stores keys and values in one tensor per layer: [keys and values, kv_heads, slots, encoded width].
 
     Attention needs contiguous tensors, so growing copies one layer after the other: only one layer exists twice. The
-    tensors of recurrent layers are empty; `memory` holds their states.
+    tensors of recurrent layers are empty, as those of layers that read the keys of others; `memory` holds the states.
     """
 
     memory: RecurrentMemory
@@ -70,29 +70,30 @@ class LlamaSession(Session):
         capacity: int,
         max_pending: int,
         config: LlamaConfig,
-        kv_format: KVFormat,
+        kv_formats: Sequence[KVFormat],
         device: torch.device,
         is_exact: bool,
     ) -> None:
+        """`kv_formats`: of each layer."""
         super().__init__(capacity, max_pending)
         self.kv = [
             torch.empty(
                 2,
-                config.num_kv_heads,
+                config.of_layer(layer).num_kv_heads,
                 0,
-                0 if config.is_recurrent(layer) else kv_format.width,
+                kv_format.width if layer in config.stored_layers else 0,
                 dtype=kv_format.dtype,
                 device=device,
             )
-            for layer in range(config.num_layers)
+            for layer, kv_format in enumerate(kv_formats)
         ]
         if config.recurrence and config.num_recurrent_layers:
             self.is_recurrent = True
             self.memory = RecurrentMemory(config.recurrence, config.num_recurrent_layers, device, is_exact)
 
     def read(self, length: int) -> Tensor:
-        """Return the first `length` slots: [attention layers, keys then values of the kv_heads, length, width]"""
-        return torch.stack([layer[:, :, :length].flatten(0, 1) for layer in self.kv if layer.shape[-1]])
+        """Return the first `length` slots, layer after layer [keys and values, kv_heads, slots, width], flattened."""
+        return torch.cat([layer[:, :, :length].flatten() for layer in self.kv if layer.shape[-1]])
 
     def extend_bytes(self, parents: Sequence[int]) -> bytes:
         mask = super().extend_bytes(parents)
