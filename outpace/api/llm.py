@@ -296,8 +296,10 @@ class LLM(AbstractContextManager["LLM"]):
             rule=rule,
             method=method,
         )
-        constraint = self.grammars.constraint(structure, len(tokens)) if structure else None
-        request = params.request(tokens, chosen.rule, self.tokenizer, choice, constraint)
+        target, constraint = self.target.model, None
+        if structure:
+            constraint = self.grammars.constraint(structure, len(tokens) + len(target.decoder_start))
+        request = target.complete(params.request(tokens, chosen.rule, self.tokenizer, choice, constraint))
         text = assembler_of(params, self.tokenizer, thought)
         echo = echo_of(params, prompt, tokens, self.tokenizer)
         return PreparedRequest(request, chosen.decoder, chosen.options, text, chosen.method, echo, chosen.drafter)

@@ -7,6 +7,7 @@ treat it. The order is that of transformers and vLLM: bias, penalties, then forb
 - banned strings: a token is forbidden if it would complete one in the answer's text (`core.constraints`);
 - min_tokens: stop tokens are forbidden before this many tokens are written;
 - allowed tokens: all others are forbidden;
+- last: the answer ends with this token if it reaches `max_tokens`;
 - a constraint: the tokens that it refuses are forbidden.
 """
 
@@ -142,6 +143,11 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Co
         refused = np.ones(places.size, bool)
         refused[places.find(settings.allowed)[1]] = False
         _forbid(scores, refused)
+    if settings.last is not None:
+        for number, row in enumerate(rows):
+            if row.position - len(request.prompt) == request.max_tokens - 1:
+                scores[number] = _FORBIDDEN
+                scores[number, places.find([settings.last])[1]] = 0.0
 
 
 def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:

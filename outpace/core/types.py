@@ -132,6 +132,7 @@ class Adjustments:
     banned: BannedText | None = None  # strings that the answer must not contain
     min_tokens: int = 0  # stop tokens are forbidden before this many tokens
     allowed: tuple[int, ...] | None = None  # all other tokens are forbidden; None: no restriction
+    last: int | None = None  # the only token allowed at the last position of `max_tokens`
 
     def __post_init__(self) -> None:
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)

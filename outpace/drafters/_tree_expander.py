@@ -180,8 +180,11 @@ class TreeExpander:
         """Open a session of the model for this request; None if the target's session is borrowed in each round."""
         if self._uses_target_session:
             return None
-        capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
-        return self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
+        num_read = len(request.prompt)
+        capacity = min(num_read + request.max_tokens + 1, self.model.max_length(num_read))
+        session = self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
+        session.source_length = self.model.source_length(num_read)
+        return session
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """Return the most that sessions for texts of these lengths take."""
