@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import numpy as np
 from answer_cache_mutations import RECALL_MUTATIONS
 from edge_mutations import EDGE_MUTATIONS
+from encoder_decoder_mutations import ENCODER_DECODER_MUTATIONS
 from expert_mutations import EXPERT_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from forecast_mutations import FORECAST_MUTATIONS
@@ -290,6 +291,7 @@ MUTATIONS = [
     *STEP_MUTATIONS,
     *EXPERT_MUTATIONS,
     *RECALL_MUTATIONS,
+    *ENCODER_DECODER_MUTATIONS,
 ]
 
 

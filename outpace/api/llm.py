@@ -127,6 +127,11 @@ class LLM(AbstractContextManager["LLM"]):
         loaded = [one for one in (self.target, self.draft) if one is not None]
         return [f"{one.name}: {one.notice}" for one in loaded if one.notice]
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether a prompt is the source of an encoder-decoder model without a chat template."""
+        return bool(self.target.model.decoder_start) and not self.tokenizer.has_template
+
     @cached_property
     def grammars(self) -> Grammars:
         """The compiler of structures, created for the first structured answer."""

@@ -264,9 +264,11 @@ class TokenSequence:
         self.committed += tokens
         if self.history.logprobs:
             del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
-        if end is not None or stop is not None or is_complete:
+        adjustments, is_full = self.request.adjustments, len(tokens) == left
+        is_cut = is_full and adjustments is not None and adjustments.last is not None  # its last token is no choice
+        if end is not None or is_complete or (stop is not None and not is_cut):
             self.finish_reason = "stop"
-        elif len(tokens) == left:
+        elif is_full:
             self.finish_reason = "length"
         return tokens
 
