@@ -34,14 +34,15 @@ def of_another_request(encode: Original) -> Original:
 
 
 def of_the_first_show(show: Original) -> Original:
-    """Keep the cross-attention's keys and values that were shown first, even if the slots have moved."""
-    shown: dict[Any, list[Any]] = {}
+    """Show every session the cross-attention's keys and values that were shown first."""
+    shown: list[Any] = []
 
     def mutated(session: Any, view: Any) -> None:
         show(session, view)
         if view.first:
-            for layer, kept in zip(session._crossed, shown.setdefault("all", list(session._crossed)), strict=True):
-                layer.keys, layer.values = kept.keys, kept.values
+            shown.extend(() if shown else [(layer.keys, layer.values) for layer in session._crossed])
+            for layer, kept in zip(session._crossed, shown, strict=True):
+                layer.keys, layer.values = kept
 
     return mutated
 

@@ -23,7 +23,7 @@ import outpace
 from outpace.cli.main import main
 from outpace.core.errors import UserError
 from outpace.core.tree import PREFIX
-from outpace.core.types import LogprobsOptions, Request
+from outpace.core.types import Adjustments, LogprobsOptions, Request
 from outpace.engine.engine import Engine
 from outpace.engine.options import EngineOptions
 from outpace.models.base import Part, chain, read_text
@@ -140,6 +140,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "card, process": {"method": "card", "worker": "process"},
     "planned": {"method": "planned"},
     "pearl": {"method": "pearl"},
+    "bild by the target itself": {"method": "bild", "draft": "target"},
     "ssd": {"method": "ssd"},
 }
 QUICK = ("chains", "n-grams", "card, thread")
@@ -260,6 +261,10 @@ def test_copies_of_the_source_are_accepted(tmp_path: Path) -> None:
         ({"min_length": 10, "suppress_tokens": list(range(3, 272))}, {}),
         ({"min_length": 99, "suppress_tokens": list(range(3, 272)), "forced_eos_token_id": EOS}, {}),
         ({"decoder_start_token_id": 5}, {}),
+        ({"no_repeat_ngram_size": 1}, {}),
+        ({"no_repeat_ngram_size": 2, "suppress_tokens": list(range(6, 272))}, {}),
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": list(range(5, 272))}, {"max_tokens": 30}),
+        ({"repetition_penalty": 1.7}, {"adjustments": Adjustments(repetition_penalty=1.7)}),
         ({"decoder_start_token_id": None, "bos_token_id": 6}, {}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else None,
@@ -268,7 +273,7 @@ def test_the_generation_config_is_followed(fields: dict[str, Any], options: dict
     module = encoder_decoders.build("t5")
     for name, value in fields.items():
         setattr(module.generation_config, name, value)
-    model, source = adapt(module), [20, 21, 22, 23, EOS]
+    model, source = adapt(module), [20, 21, 22, 3, 4, 138, EOS]
     asked_for = {"max_tokens": 12, "stop_ids": frozenset({EOS}), **options}
     with Engine(model) as engine:
         runs = submit(engine, asked(model, source, **asked_for))
@@ -282,10 +287,10 @@ def test_the_generation_config_is_followed(fields: dict[str, Any], options: dict
 
 def test_what_of_the_generation_config_is_left_out_is_said() -> None:
     module = encoder_decoders.build("bart")
-    module.generation_config.num_beams, module.generation_config.no_repeat_ngram_size = 4, 3
+    module.generation_config.num_beams, module.generation_config.encoder_no_repeat_ngram_size = 4, 3
     module.generation_config.bad_words_ids = [[9, 10], [11]]
     notice = adapt(module).notice
-    left_out = "num_beams 4, no_repeat_ngram_size 3, bad_words_ids [[9, 10]], which outpace leaves out"
+    left_out = "num_beams 4, encoder_no_repeat_ngram_size 3, bad_words_ids [[9, 10]], which outpace leaves out"
     assert notice is not None and notice.endswith(f"its generation config asks for {left_out}")
 
 

@@ -32,7 +32,6 @@ from outpace.models.hf.passes import UNNAMED, ForwardPasses, TransformersSession
 SCORE_BYTES = 16  # of a pair of source tokens and a head, while a layer of the encoder runs: scores, bias, softmax
 UNSUPPORTED = (  # fields of a generation config that change texts
     "num_beams",
-    "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size",
     "begin_suppress_tokens",
     "sequence_bias",
@@ -127,6 +126,7 @@ class EncoderDecoderModel(TransformersModel):
         super().__init__(passes, found)
         self.decoder_start, self.max_source, generation = passes.decoder_start, passes.max_source, passes.generation
         self._forced_end = _token(generation, "forced_eos_token_id")
+        self._no_repeat_ngram = getattr(generation, "no_repeat_ngram_size", 0) or 0
         self._min_tokens = max((getattr(generation, "min_length", 0) or 0) - len(self.decoder_start), 0)
         words = [word for word in getattr(generation, "bad_words_ids", None) or [] if word != [generation.eos_token_id]]
         suppressed = [*(getattr(generation, "suppress_tokens", None) or []), *(word[0] for word in words if len(word) == 1)]
@@ -146,7 +146,9 @@ class EncoderDecoderModel(TransformersModel):
         given = request.adjustments or Adjustments()
         least = min(max(given.min_tokens, self._min_tokens), request.max_tokens)
         last = self._forced_end if request.constraint is None else None
-        adjusted = replace(given, min_tokens=least, last=last)
+        adjusted = replace(given, min_tokens=least, last=last, no_repeat_ngram=self._no_repeat_ngram)
+        if adjusted.no_repeat_ngram or adjusted.repetition_penalty != 1.0:
+            adjusted = replace(adjusted, source=len(request.prompt))
         adjustments = None if adjusted == Adjustments() else adjusted
         return replace(request, prompt=(*request.prompt, *self.decoder_start), adjustments=adjustments)
 
