@@ -62,7 +62,7 @@ def _profiles_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     """What a planner learns from a test is no use to the user whose machine runs it."""
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outpace.planning.profile.entry_path", lambda name, cache: (cache or folder) / name)
+        patch.setattr("outpace.api.profile.entry_path", lambda name, cache: (cache or folder) / name)
         yield
 
 

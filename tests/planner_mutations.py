@@ -116,20 +116,20 @@ def with_its_drafting(round_: Original) -> Original:
 
 
 def falling(convex: Original) -> Original:
+    """The times as they are."""
+
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = self._times.usual(0.0) or self._times.shortest(0.0)
+        known = self._known_times()
         return sorted(known), [known[rows] for rows in sorted(known)]
 
     return mutated
 
 
 def medians_joined(convex: Original) -> Original:
-    """The medians as they are, made not to fall."""
+    """The times as they are, made not to fall."""
 
     def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = self._times.usual(0.0)
-        if not known:
-            return convex(self)
+        known = self._known_times()
         return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
 
     return mutated
@@ -262,7 +262,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
     ],
     "test_costs.py::test_no_row_is_free_because_few_samples_say_so": [
         ("costs: rows are free where few samples say so", LatencyCurve, "_convex", medians_joined),
-        ("costs: rows that were never timed are free", LatencyCurve, "_slope", returning(0.0)),
+        ("costs: rows that were never timed are free", LatencyCurve, "_row_seconds", returning(0.0)),
     ],
     "test_costs.py::test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not": [
         ("costs: the times of a busy machine are kept", LatencyCurve, "_forget_old", returning(None)),

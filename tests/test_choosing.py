@@ -13,6 +13,7 @@ from doubles import QuickToy, decode, make_request, write
 from test_library import folder
 from test_tuning import FEW
 
+from outpace.api import profile as profiles
 from outpace.api.llm import LLM
 from outpace.bench.tune import tune
 from outpace.core.errors import UserError
@@ -25,7 +26,6 @@ from outpace.drafters.ngram import Options as NgramOptions
 from outpace.engine.build import BuildOptions, build_engine
 from outpace.engine.engine import EngineOptions
 from outpace.models.load import Loaded, load_draft, load_model, silent
-from outpace.planning import profile as profiles
 
 TARGET = QuickToy(16, 3, 0)
 GARBAGE = QuickToy(16, 2, 99)

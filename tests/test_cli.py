@@ -251,7 +251,7 @@ def test_an_unexpected_error_is_one_line_with_its_traceback_in_a_file(
 
 def test_a_warning_is_one_sentence(run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example with XDG_CACHE_HOME=/dev/null."""
-    monkeypatch.setattr("outpace.planning.profile.entry_path", cache.entry_path)
+    monkeypatch.setattr("outpace.api.profile.entry_path", cache.entry_path)
     monkeypatch.setattr(cache, "_temporary_cache", functools.cache(cache._temporary_cache.__wrapped__))
     monkeypatch.setenv("OUTPACE_CACHE", "/dev/null")
     code, _, err = run("generate", PROMPT, "--target", str(tiny), "--draft", str(tiny), "--max-tokens", "4")

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 from toy import Toy
 
+from outpace.api import profile as profiles
 from outpace.core.stats import DecayedMean
 from outpace.core.types import DraftSource
 from outpace.drafters._model_drafter import PickModels
 from outpace.models.load import Loaded
-from outpace.planning import profile as profiles
 from outpace.planning.cost_model import CostModel
 from outpace.planning.estimators import LevelMeans
 
@@ -127,16 +127,16 @@ def test_old_times_of_many_rows_are_forgotten_and_those_of_few_rows_are_not() ->
 
 
 def test_a_prefill_shows_what_many_rows_cost() -> None:
-    """Passes of 6 + .5 for each token beyond the first: before any drafts half of that is believed."""
+    """Passes of 6 + .5 for each token beyond the first."""
     costs = costs_of((1, 6.0))
     costs.record_prefill(8, 100.0)
     assert costs.pass_seconds(2) == pytest.approx(6.3), "a pass over few tokens says little"
     costs.record_prefill(21, 16.0)
-    assert costs.pass_seconds(2) == pytest.approx(6.0 + (0.3 + 0.5) / 2)
+    assert costs.pass_seconds(2) == pytest.approx(6.5)
     record_rounds(costs, 3, 6.2)
     record_rounds(costs, 5, 6.4)
     assert costs.pass_seconds(4) == pytest.approx(6.3), "what was timed counts"
-    assert costs.pass_seconds(9) == pytest.approx(6.4 + 4 * 9.8 / 18)
+    assert costs.pass_seconds(9) == pytest.approx(6.4 + 4 * 0.5)
 
 
 def test_drafting_is_not_part_of_a_round() -> None:

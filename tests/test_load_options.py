@@ -20,6 +20,7 @@ from test_runtimes import PROMPT
 from turns import in_turn
 
 import outpace
+from outpace.api.profile import subject
 from outpace.cli.generate import generate
 from outpace.cli.options import LOAD_FLAGS, ModelFlags
 from outpace.core.errors import UserError
@@ -27,7 +28,6 @@ from outpace.core.options import help_of
 from outpace.engine.options import BuildOptions
 from outpace.models.load import Loaded, load_draft, load_model
 from outpace.models.options import FLOATS, LoadOptions
-from outpace.planning.profile import subject
 
 METHODS = {
     "chain": {"method": "speculative", "drafter": "model", "width": 1},

@@ -40,7 +40,7 @@ print(json.dumps([method, sorted(loaded), sorted(name for name, file in loaded.i
 """
 LOADED = """
 outpace:
-outpace.api: llm pair params prompts shared_engine stream text
+outpace.api: llm pair params profile prompts shared_engine stream text
 outpace.core: adjust arrays distribution drafting errors logits machine noise noise_constants
 outpace.core: options registry sampling stats tree types
 outpace.decoders: auto base
@@ -56,7 +56,7 @@ outpace.models.llama: weight_sources
 outpace.models.llama.config: draft_vocab experts families fields gemma lfm2 llama_config phi qwen35 recurrence rope
 outpace.models.llama.native: binding runtime weights
 outpace.models.text: text_stream tokenizer
-outpace.planning: cost_model estimators plan planner profile sources
+outpace.planning: cost_model estimators plan planner sources
 outpace.rules: base greedy
 """  # a line without names: the package's own __init__.py
 

@@ -11,11 +11,11 @@ from commands import run as run
 from commands import tiny as tiny
 from test_library import folder
 
+from outpace.api import profile as profiles
 from outpace.api.llm import LLM
 from outpace.bench.tune import TuneOptions, tune
 from outpace.core.errors import UserError
 from outpace.models.load import Loaded, load_draft, load_model, silent
-from outpace.planning import profile as profiles
 
 FEW = TuneOptions(prompts=("one two three", "four five"), max_tokens=16, rounds=2, rows=(1, 4))
 

@@ -12,12 +12,12 @@ from engine_runs import finish, submit
 from test_library import folder
 
 import outpace
+from outpace.api import profile as profiles
 from outpace.decoders.auto import Auto
 from outpace.engine import warmup
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.warmup import warm_up
 from outpace.models.load import load_model
-from outpace.planning import profile as profiles
 
 WHOLE = 60.0  # seconds, more than any of these take
 
@@ -108,7 +108,7 @@ def test_captured_passes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         assert target.rows == list(warmup._ROWS)
         assert [costs.is_timed(rows, 1) for rows in (1, 2, 4, 8)] == [True] * 4
         assert [costs.is_timed(rows, 2) for rows in (1, 2, 4, 8)] == [True, False, False, False], "one of two is left"
-        assert costs._steps[source.name]._times.count(1) == len(draft.rows) - len(set(draft.rows)) - 1, (
+        assert len(costs._steps[source.name]._samples[1]) == len(draft.rows) - len(set(draft.rows)) - 1, (
             "one more reads what was written without drafts"
         )
         assert max(costs.pass_seconds(rows) for rows in (1, 2, 4, 8)) < 0.01

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from outpace.api.pair import load_pair
 from outpace.api.params import SamplingParams, read_params, read_params_each
+from outpace.api.profile import Profile, subject
 from outpace.api.prompts import ChatPrompt, Prompt, infill_prompt, messages_of, prompts_of, tokens_of
 from outpace.api.shared_engine import SharedEngine
 from outpace.api.stream import Result, Stream
@@ -32,7 +33,6 @@ from outpace.models.files.tokenizer_folder import Thought
 from outpace.models.load import Progress, silent
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
-from outpace.planning.profile import Profile, subject
 
 if TYPE_CHECKING:
     from outpace.grammar.compiler import Grammars

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from outpace.api.llm import LLM, Result
+from outpace.api.profile import Profile, subject
 from outpace.bench.contenders import PLAIN
 from outpace.bench.run import rotated
 from outpace.core import registry
@@ -26,7 +27,6 @@ from outpace.models.files.reading import read_text
 from outpace.models.load import Loaded, Progress
 from outpace.models.text.tokenizer import Tokenizer
 from outpace.planning.cost_model import CostModel
-from outpace.planning.profile import Profile, subject
 
 PROMPTS = (
     "Explain to a child of ten why the sea is salty.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -28,7 +28,7 @@ _MAX_FAILURES = 5  # failed trials that are counted
 READ_EVERY = 4  # rounds after which the usual times are read again
 _CONTEXT_WINDOW, _FIT_EVERY = 256, 16  # passes; within a few hundred texts begin and end
 _FIRST = 4  # nodes that may be verified before any time is known
-_ROW = 0.05  # prior: twice the rows take this fraction of a pass more; the first such round finds out what is true
+_ROW = 0.05  # prior: twice the rows take this fraction of a pass more
 _WIDE = 16  # prompt tokens in a pass that is wide enough to tell what a row costs among many
 Point = tuple[int, float]
 
@@ -61,50 +61,6 @@ class ContextCost:
         passes = np.array([*self._passes, (rows, 0, seconds), (0, tokens, seconds)])
         relative = np.column_stack([np.ones(len(passes)), passes[:, :2]]) / passes[:, 2:]
         return max(float(np.linalg.lstsq(relative, np.ones(len(passes)))[0][2]), 0.0)
-
-
-class RollingTimes:
-    """The latest timings of passes, by an integer (rows or requests), with the tokens of the texts that they read."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[Point]] = {}
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._samples)
-
-    def learn(self, key: int, seconds: float, tokens: int) -> None:
-        """Record another timing."""
-        samples = self._samples.get(key) or deque(maxlen=WINDOW)
-        samples.append((tokens, seconds))
-        self._samples[key] = samples  # stored with its first sample: Ctrl-C may come between any two lines
-
-    def forget(self, key: int) -> None:
-        """Drop the samples of a key, if it has any."""
-        self._samples.pop(key, None)
-
-    def count(self, key: int) -> int:
-        """Return the number of samples kept for a key."""
-        return len(self._samples.get(key, ()))
-
-    @property
-    def timed(self) -> list[int]:
-        """The keys that have a few samples."""
-        return [key for key, samples in self._samples.items() if len(samples) >= MIN_SAMPLES]
-
-    def usual(self, slope: float) -> dict[int, float]:
-        """Return the usual time of each key that has a few samples, without `slope` seconds for each token."""
-        return self._each(below_median, MIN_SAMPLES, slope)
-
-    def shortest(self, slope: float) -> dict[int, float]:
-        """Return the shortest time of each key, without `slope` seconds for each token."""
-        return self._each(min, 1, slope)
-
-    def _each(self, choose: Callable[[list[float]], float], least: int, slope: float) -> dict[int, float]:
-        return {
-            key: choose([seconds - slope * tokens for tokens, seconds in samples])
-            for key, samples in self._samples.items()
-            if len(samples) >= least
-        }
 
 
 def below_median(values: Sequence[float]) -> float:
@@ -298,109 +254,88 @@ class ExplorationBudget:
         return (0, last.failed_at) if last.gain > 0.0 else (min(last.failures + 1, _MAX_FAILURES), last.at)
 
 
-class _Seconds(dict[int, float]):
-    """Expected seconds by number of rows; `compute` returns those that are not cached yet."""
-
-    def __init__(self, compute: Callable[[int], float]) -> None:
-        self._compute = compute
-
-    def __missing__(self, rows: int) -> float:
-        return self._compute(rows)
-
-
 class LatencyCurve:
-    """Seconds of a target pass or a draft step by its number of rows, those of all requests together.
-
-    `seconds(rows)`: the expected seconds of a round over `rows` rows, or 0 while nothing is known.
-    """
+    """Seconds of a target pass or a draft step by its number of rows, those of all requests together."""
 
     def __init__(self, prior: Callable[[int], float] | None = None, context: ContextCost | None = None) -> None:
-        """`prior` returns the expected seconds of a number of rows until they are timed. What `context` says of the
-        tokens of texts is left out of all times."""
+        """`prior` returns the expected seconds of a number of rows, whose ratios also hold beyond the row counts that
+        were timed. What `context` says of the tokens of texts is left out of all times."""
         self._prior, self._context = prior, context or ContextCost()
-        self._times = RollingTimes()  # by bucket of rows
+        self._samples: dict[int, deque[Point]] = {}  # by bucket of rows: tokens in all texts, and seconds
         self._profile: dict[int, float] = {}  # seconds by bucket, from a profile
         self._last: dict[int, int] = {}  # by bucket: the round that was timed last
-        self._wide: deque[Point] = deque(maxlen=WINDOW)  # tokens and seconds of the latest passes over prompts
-        self._curve: tuple[list[int], list[float]] | None = None
-        self._tail_slope: float | None = None  # cached `_slope`
-        self._widest: int | None = None  # the largest bucket that has a time
+        self._token = DecayedMean(0.0, 0.0)  # seconds of a further prompt token in a pass over many
+        self._curve: tuple[list[int], list[float]] | None = None  # cached: row counts and seconds
+        self._seconds: dict[int, float] = {}  # cached `seconds`
         self._extra: dict[int, list[float]] = {}  # cached `extra_seconds`
-        self._seconds = _Seconds(self._compute)
-        self.seconds: Callable[[int], float] = self._seconds.__getitem__  # a cached value needs no Python frame
         self.num_rounds = 0
 
-    def learn(self, rows: int, seconds: float, tokens: int = 0) -> bool:
-        """Record a round, with this many tokens in all texts; return whether the curve changed."""
+    def learn(self, rows: int, seconds: float, tokens: int = 0) -> None:
+        """Record a round, with this many tokens in all texts."""
         bucket = _bucket(rows)
-        self._times.learn(bucket, seconds, tokens)
+        samples = self._samples.get(bucket) or deque(maxlen=WINDOW)
+        samples.append((tokens, seconds))
+        self._samples[bucket] = samples  # stored with its first sample: Ctrl-C may come between any two lines
         self._last[bucket] = self.num_rounds
         self.num_rounds += 1
         if self.num_rounds % READ_EVERY == 0:
             self._forget_old()
-        changed = self.num_rounds % READ_EVERY == 0 or self._times.count(bucket) <= MIN_SAMPLES
-        if changed:
+        if self.num_rounds % READ_EVERY == 0 or len(samples) <= MIN_SAMPLES:
             self.clear_caches()
-        return changed
 
     def learn_prefill(self, tokens: int, seconds: float) -> None:
         """Record a pass that read `tokens` prompt tokens and nothing else."""
         if tokens >= _WIDE:
-            self._wide.append((tokens, seconds))
-            self._tail_slope, self._extra = None, {}
-            self._seconds.clear()
+            self._token.learn(max(seconds - self.seconds(1), 0.0), tokens - 1)
+            self.clear_caches()
 
     def clear_caches(self) -> None:
         """Compute everything again, after new times or a change of the prior."""
-        self._curve, self._tail_slope, self._extra, self._widest = None, None, {}, None
+        self._curve = None
         self._seconds.clear()
+        self._extra.clear()
 
     def _forget_old(self) -> None:
         """Drop timings of more rows than any recent round had: the machine may have been busy then. Such row counts are
         tried again where smaller ones suggest that they pay."""
-        widest = max([bucket for bucket, last in self._last.items() if self.num_rounds - last <= STALE])
+        widest = max(bucket for bucket, last in self._last.items() if self.num_rounds - last <= STALE)
         for bucket in [bucket for bucket in self._last if bucket > widest]:
-            self._times.forget(bucket)
-            self._profile.pop(bucket, None)
-            del self._last[bucket]
+            for times in (self._samples, self._profile, self._last):
+                times.pop(bucket, None)
 
     def is_timed(self, rows: int, samples: int = MIN_SAMPLES) -> bool:
         """Return whether a pass over `rows` rows was timed at least `samples` times."""
-        return self._times.count(_bucket(rows)) >= samples or _bucket(rows) in self._profile
+        bucket = _bucket(rows)
+        return len(self._samples.get(bucket, ())) >= samples or bucket in self._profile
 
-    def is_known(self, rows: int) -> bool:
-        """Return whether a pass over at least `rows` rows was timed often enough."""
-        return rows <= max([*self._times.timed, *self._profile], default=0)
-
-    def _compute(self, rows: int) -> float:
-        """Compute `seconds`; the prior's values are not cached, because they change."""
-        if self._curve is None:
-            self._curve = self._convex()
-        if not self._curve[0]:
-            return self._prior(rows) if self._prior else 0.0
-        self._seconds[rows] = known = self._interpolated(rows, *self._curve)
-        return known
+    def seconds(self, rows: int) -> float:
+        """Return the expected seconds of a round over `rows` rows, or 0 while nothing is known."""
+        counts, known = self._curve or self._convex()
+        if not counts:
+            return self._prior(rows) if self._prior else 0.0  # not cached: the prior changes
+        if rows not in self._seconds:
+            self._seconds[rows] = self._interpolated(rows, counts, known)
+        return self._seconds[rows]
 
     def _interpolated(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """Interpolate, or extrapolate, the time of `rows` rows from the points of the curve."""
+        """Interpolate between the points of the curve, or extrapolate; fewer rows never take longer."""
         index = bisect.bisect_left(counts, rows)
         if index == len(counts):
-            if self._tail_slope is None:
-                self._tail_slope = self._slope(counts, seconds)
-            return seconds[-1] + (rows - counts[-1]) * self._tail_slope
+            row = self._token.value or self._row_seconds(counts[-2:], seconds[-2:])
+            return seconds[-1] + (rows - counts[-1]) * row
         if index == 0:
-            return self._before(rows, counts, seconds)
+            below = seconds[0] - (counts[0] - rows) * self._row_seconds(counts[:2], seconds[:2])
+            return min(max(below, self._prior(rows) if self._prior else 0.0), seconds[0])
         share = (rows - counts[index - 1]) / (counts[index] - counts[index - 1])
         return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
 
-    def _before(self, rows: int, counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the time of at most as many rows as the smallest known count: less by what a row costs there, but not
-        less than the prior."""
+    def _row_seconds(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
+        """Return what one more row costs beyond these neighbouring counts at an end of the curve: as much as between
+        them. From one count it follows from the prior."""
         if len(counts) > 1:
-            row = (seconds[1] - seconds[0]) / (counts[1] - counts[0])
-        else:
-            row = max(self._slope(counts, seconds), 0.0)
-        return min(max(seconds[0] - (counts[0] - rows) * row, self._prior(rows) if self._prior else 0.0), seconds[0])
+            return (seconds[1] - seconds[0]) / (counts[1] - counts[0])
+        prior = self._prior(counts[0]) if self._prior else 0.0
+        return seconds[0] * (self._prior(counts[0] + 1) / prior - 1.0 if self._prior and prior else _ROW / counts[0])
 
     def extra_seconds(self, rows: int, count: int) -> Sequence[float]:
         """Return how much longer a round takes with 1, 2, ... `count` more rows than `rows`."""
@@ -410,17 +345,16 @@ class LatencyCurve:
             extra += [self.seconds(rows + more) - base for more in range(len(extra) + 1, count + 1)]
         return extra[:count]
 
-    @property
-    def widest(self) -> int:
-        """The largest number of rows that was timed."""
-        if self._widest is None:
-            self._widest = max([*self._times, *self._profile], default=0)
-        return self._widest
+    def is_known(self, rows: int) -> bool:
+        """Return whether a pass over at least `rows` rows was timed often enough."""
+        counts, _ = self._curve or self._convex()
+        return bool(counts) and rows <= counts[-1]
 
     def max_extra_rows(self, others: int) -> int:
         """Return how many rows a request may try besides its root, while other requests have `others` rows: a round may
         have twice as many rows as the widest that was timed."""
-        return max(_FIRST, 2 * self.widest - others - 1)
+        widest = max([*self._samples, *self._profile], default=0)
+        return max(_FIRST, 2 * widest - others - 1)
 
     def state_dict(self) -> dict[str, float]:
         """Return what a profile stores: the time of each row count, unless the clock saw none."""
@@ -434,22 +368,27 @@ class LatencyCurve:
         self.clear_caches()
 
     def _known_times(self) -> dict[int, float]:
-        """Return the time of each row count that was timed, and the scaled times of the profile for others."""
-        usual = self._times.usual(self._context.slope)
+        """Return the usual time of each row count, without what the tokens of texts take, and the scaled times of the
+        profile for others. One timing counts only for fewer rows than were timed more often."""
+        slope = self._context.slope
+        fewest = min((rows for rows, samples in self._samples.items() if len(samples) >= MIN_SAMPLES), default=inf)
+        usual = {
+            rows: below_median([seconds - slope * tokens for tokens, seconds in samples])
+            for rows, samples in self._samples.items()
+            if len(samples) >= MIN_SAMPLES or rows < fewest
+        }
         both = usual.keys() & self._profile.keys()
         scale = sum(usual[rows] for rows in both) / sum(self._profile[rows] for rows in both) if both else 1.0
-        return {rows: scale * seconds for rows, seconds in self._profile.items()} | dict(usual)
+        return {rows: scale * seconds for rows, seconds in self._profile.items()} | usual
 
     def _convex(self) -> tuple[list[int], list[float]]:
-        """Return row counts and their times: the lower convex hull of the measurements, made non-decreasing.
+        """Compute the curve: the lower convex hull of the known times, made non-decreasing.
 
         A pass is bound by memory first and by arithmetic later, so its time is convex in its rows except for the
-        kernels' tiles. Medians of few samples are not: between two of them rows would seem to be free by chance, and
-        everything that was drafted would be verified.
+        kernels' tiles. Usual times of few samples are not: between two of them rows would seem to be free by chance,
+        and everything that was drafted would be verified.
         """
         known = self._known_times()
-        fewest = min(known, default=inf)
-        known |= {rows: time for rows, time in self._times.shortest(self._context.slope).items() if rows < fewest}
         hull: list[Point] = []  # from the widest down: no count takes longer than a larger one
         for rows in sorted(known, reverse=True):
             point = rows, min(known[rows], hull[-1][1]) if hull else known[rows]
@@ -457,20 +396,8 @@ class LatencyCurve:
                 hull.pop()
             hull.append(point)
         hull.reverse()
-        return [rows for rows, _ in hull], [seconds for _, seconds in hull]
-
-    def _slope(self, counts: Sequence[int], seconds: Sequence[float]) -> float:
-        """Return the cost of one more row beyond the largest known count: that of a prompt token, because a pass is
-        bound by arithmetic in the end, or else of the last rows. With one known count it follows the curve's prior or,
-        without one, is the mean of that and a row's prior."""
-        more = sum(tokens - counts[0] for tokens, _ in self._wide)
-        token = sum(wide - seconds[0] for _, wide in self._wide) / more if more > 0 else 0.0
-        if len(counts) < 2:
-            if self._prior and (expected := self._prior(counts[0])):
-                return seconds[0] * (self._prior(counts[0] + 1) / expected - 1.0)
-            prior = _ROW * seconds[0] / counts[0]
-            return (prior + max(prior, token)) / 2
-        return token if token > 0.0 else (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
+        self._curve = [rows for rows, _ in hull], [seconds for _, seconds in hull]
+        return self._curve
 
 
 def _is_above(point: Point, left: Point, right: Point) -> bool:
