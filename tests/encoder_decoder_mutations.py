@@ -78,7 +78,7 @@ def unsuppressed(score: Original) -> Original:
 ENCODER_DECODER_MUTATIONS: list[Mutation] = [
     mutation("sources: of another request", EncoderDecoderPasses, "_encode", of_another_request, PATHS),
     mutation("sources: keys of another session", SourceSession, "show", of_the_first_show, PATHS),
-    mutation("sources: a prefix of another source's text", TokenSequence, "__post_init__", without_the_source, PREFIXES),
+    mutation("sources: a prefix of another one's text", TokenSequence, "__post_init__", without_the_source, PREFIXES),
     mutation("sources: cut within", Session, "cut_below", within_the_source, CUTS),
     mutation("sources: no start of the answer", EncoderDecoderModel, "complete", without_start, CONFIG),
     mutation("sources: no forced last token", EncoderDecoderModel, "complete", without_adjustments, CONFIG),

@@ -15,7 +15,8 @@ from typing import Any
 from outpace.core.errors import UserError
 
 ACCEPTED = (
-    "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2, and folders of T5, BART and Marian"
+    "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2, and T5, BART and Marian as"
+    " safetensors"
 )
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal architectures' names
 SEQUENCE_TO_SEQUENCE, ENCODER = "a sequence-to-sequence model", "an encoder"
@@ -32,8 +33,9 @@ MODEL_TYPES = {
     VISION_LANGUAGE: "aya_vision blip blip-2 florence2 idefics idefics2 idefics3 instructblip internvl kosmos-2 llava"
     " llava_next llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm",
 }
-ENCODER_DECODERS = frozenset("bart marian mbart mt5 pegasus t5 umt5".split())  # model types of the runtime transformers
-TEXT_TO_TEXT = ("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel")  # suffixes of their architectures' names
+# model types that the runtime transformers runs, and suffixes of their architectures' names
+ENCODER_DECODERS = ("bart", "longt5", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart", "t5", "umt5")
+TEXT_TO_TEXT = ("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel")
 KINDS = {model_type: kind for kind, listed in MODEL_TYPES.items() for model_type in listed.split()}
 HEADS = {  # suffixes of other architectures' names
     "ForMaskedLM": ENCODER,

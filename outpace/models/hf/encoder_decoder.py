@@ -1,9 +1,9 @@
 """Encoder-decoder models of transformers: the encoder reads a source, and the decoder writes after it.
 
-A session's text is the source, the tokens that the decoder starts with, and the answer. The slot of a source token holds
-the keys and values of the cross-attention, that of any other token those of the self-attention. So a slot takes the same
-memory everywhere, and all that a session knows of its source is copied and dropped with its slots. When the last
-token of the source is read, the encoder reads all of it.
+A session's text is the source, the tokens that the decoder starts with, and the answer. The slot of a source token
+holds the keys and values of the cross-attention, that of any other token those of the self-attention. So a slot takes
+the same memory everywhere, and all that a session knows of its source is copied and dropped with its slots. When the
+last token of the source is read, the encoder reads all of it.
 
 Positions and relative biases follow the decoder's slots, so each branch of a token tree takes a forward.
 """
@@ -27,7 +27,7 @@ from outpace.core.types import Adjustments, Request
 from outpace.models.base import Part
 from outpace.models.hf.cache import SlotView
 from outpace.models.hf.model import ProbeResult, TransformersModel
-from outpace.models.hf.passes import UNNAMED, ForwardPasses, TransformersSession, max_positions
+from outpace.models.hf.passes import UNNAMED, ForwardPasses, TransformersSession
 
 SCORE_BYTES = 16  # of a pair of source tokens and a head, while a layer of the encoder runs: scores, bias, softmax
 UNSUPPORTED = (  # fields of a generation config that change texts
@@ -77,11 +77,10 @@ class EncoderDecoderPasses(ForwardPasses):
         self.config = module.get_decoder().config.get_text_config(decoder=True)
         self.generation = getattr(module, "generation_config", None) or module.config
         self.decoder_start = _decoder_start(self.generation, type(module).__name__)
-        relative = getattr(self.config, "relative_attention_num_buckets", None)  # no learned positions, whatever is named
-        self.max_positions = UNNAMED if relative else max_positions(self.config)
+        if getattr(self.config, "relative_attention_num_buckets", None):  # whatever n_positions is, none are learned
+            self.max_positions = UNNAMED
         heads = int(module.config.get_text_config(encoder=True).num_attention_heads)
-        fits = math.isqrt(free_bytes(self.device) // (SCORE_BYTES * heads))
-        self.max_source = min(UNNAMED if relative else max_positions(module.config), fits)
+        self.max_source = min(self.max_positions, math.isqrt(free_bytes(self.device) // (SCORE_BYTES * heads)))
 
     def open(self, capacity: int, max_pending: int) -> SourceSession:
         return SourceSession(capacity, max_pending, self.config)
@@ -129,7 +128,8 @@ class EncoderDecoderModel(TransformersModel):
         self._no_repeat_ngram = getattr(generation, "no_repeat_ngram_size", 0) or 0
         self._min_tokens = max((getattr(generation, "min_length", 0) or 0) - len(self.decoder_start), 0)
         words = [word for word in getattr(generation, "bad_words_ids", None) or [] if word != [generation.eos_token_id]]
-        suppressed = [*(getattr(generation, "suppress_tokens", None) or []), *(word[0] for word in words if len(word) == 1)]
+        suppressed = list(getattr(generation, "suppress_tokens", None) or [])
+        suppressed += [word[0] for word in words if len(word) == 1]
         self._suppressed = [token for token in suppressed if 0 <= token < self.vocab_size]
         given = {name: getattr(generation, name, None) for name in UNSUPPORTED}
         given["bad_words_ids"] = [word for word in words if len(word) > 1]
@@ -142,7 +142,7 @@ class EncoderDecoderModel(TransformersModel):
         """Add the decoder's start to the prompt, and what the generation config asks for to the adjustments."""
         marks = {getattr(self.module.config, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
         if marks.issuperset(request.prompt):
-            raise UserError(f"the source has no text, its tokens are {list(request.prompt)}: an encoder needs one to read")
+            raise UserError(f"the source has no text, its tokens are {list(request.prompt)}: give one to read")
         given = request.adjustments or Adjustments()
         least = min(max(given.min_tokens, self._min_tokens), request.max_tokens)
         last = self._forced_end if request.constraint is None else None

@@ -62,8 +62,8 @@ def _load_tokenizer(source: str | Path, fields: Mapping[str, Any], options: Mapp
     try:
         return PreTrainedTokenizerFast.from_pretrained(source, **options)
     except Exception as error:  # of many kinds
-        lacks = "which outpace needs for Marian models: `AutoTokenizer` of transformers 4 converted some"
-        raise UserError(f"{source} is a Marian model without a tokenizer.json that loads, {lacks}") from error
+        advice = "its source.spm and target.spm are not read: name a repository with one, as for transformers.js"
+        raise UserError(f"{source} is a Marian model without a tokenizer.json that loads, {advice}") from error
 
 
 def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer]:
