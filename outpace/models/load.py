@@ -101,8 +101,8 @@ def load_draft(
         return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
     if bool(draft.model.decoder_start) != bool(target.model.decoder_start):
-        own, other = ["an encoder-decoder model", "a decoder-only model"][:: 1 if draft.model.decoder_start else -1]
-        pair = f"the draft {draft.name} is {own}, the target {target.name} is {other}"
+        kinds = ["an encoder-decoder model", "a decoder-only model"][:: 1 if draft.model.decoder_start else -1]
+        pair = f"the draft {draft.name} is {kinds[0]}, the target {target.name} is {kinds[1]}"
         raise UserError(f"{pair}: name a smaller model of the target's kind")
     if not same_tokens:
         check_decoder_only(target.model, target.name, "drafter translated")

@@ -45,8 +45,9 @@ class SourceSession(TransformersSession):
     def __init__(self, capacity: int, max_pending: int, config: Any) -> None:
         super().__init__(capacity, max_pending, config)
         self.source: list[int] = []  # tokens that were read of it
+        self._crossed: list[Any] = [DynamicLayer() for _ in self.layers]
         crossed = DynamicCache()
-        self._crossed = crossed.layers = [DynamicLayer() for _ in self.layers]
+        crossed.layers = self._crossed
         self.cache = EncoderDecoderCache(self.cache, crossed)
         self.cache.is_updated = dict.fromkeys(range(len(self.layers)), True)
 

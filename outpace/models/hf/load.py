@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
@@ -36,12 +36,11 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
     with _explained(str(source)):
         fields, _ = PreTrainedConfig.get_config_dict(source, revision=revision or "main")
-    tokenizer, kind = _load_tokenizer(source, fields, common), AutoModelForCausalLM
-    if is_encoder_decoder(fields):
-        kind = AutoModelForSeq2SeqLM
+    tokenizer = _load_tokenizer(source, fields, common)
+    kind: Any = AutoModelForSeq2SeqLM if is_encoder_decoder(fields) else AutoModelForCausalLM
     given = common | {"dtype": options.torch_dtype, "output_loading_info": True, "device_map": options.device_map}
     with _explained(str(source)), without_bars():
-        module, info = cast(Any, kind.from_pretrained(source, **given))
+        module, info = kind.from_pretrained(source, **given)
         if options.device_map is None and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])
