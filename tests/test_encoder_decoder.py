@@ -420,6 +420,8 @@ def test_the_server_completes_sources_and_refuses_chats(pair: tuple[Path, Path])
     with outpace.LLM(pair[0], method="autoregressive", profile=False) as llm:
         expected = llm.generate(PROMPTS[:2], max_tokens=6)
         num_tokens = sum(len(llm.tokenizer.encode(prompt)) for prompt in PROMPTS[:2])
+        with pytest.raises(UserError, match="draft_port takes decoder-only models"), served(llm, draft_port=0):
+            pass
         with served(llm) as site:
             found = site.complete(PROMPTS[:2], max_tokens=6, temperature=0).json
             assert [choice["text"] for choice in found["choices"]] == [result.text for result in expected]

@@ -145,7 +145,7 @@ class EncoderDecoderModel(TransformersModel):
         if marks.issuperset(request.prompt):
             raise UserError(f"the source has no text, its tokens are {list(request.prompt)}: give one to read")
         given = request.adjustments or Adjustments()
-        least = min(max(given.min_tokens, self._min_tokens), request.max_tokens)
+        least = max(given.min_tokens, min(self._min_tokens, request.max_tokens))
         last = self._forced_end if request.constraint is None else None
         adjusted = replace(given, min_tokens=least, last=last, no_repeat_ngram=self._no_repeat_ngram)
         if adjusted.no_repeat_ngram or adjusted.repetition_penalty != 1.0:
