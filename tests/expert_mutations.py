@@ -18,43 +18,33 @@ LOGITS = "test_experts.py::test_logits_are_those_of_transformers"
 TIES = "test_experts.py::test_ties_go_to_the_lower_number_and_a_correction_only_chooses"
 
 
-def not_normed(choose: Original) -> Original:
-    return lambda logits, sizes, correction: choose(logits, replace(sizes, norms_weights=False), correction)
+def not_normed(choose: Original, logits: Any, sizes: Any, correction: Any) -> Any:
+    return choose(logits, replace(sizes, norms_weights=False), correction)
 
 
-def in_another_order(choose: Original) -> Original:
+def in_another_order(choose: Original, logits: Any, *rest: Any) -> Any:
     """Add the experts of every second row of a pass in falling order."""
-
-    def mutated(logits: Any, *rest: Any) -> Any:
-        ids, weights = choose(logits, *rest)
-        ids[1::2], weights[1::2] = ids[1::2].flip(1), weights[1::2].flip(1)
-        return ids, weights
-
-    return mutated
+    ids, weights = choose(logits, *rest)
+    ids[1::2], weights[1::2] = ids[1::2].flip(1), weights[1::2].flip(1)
+    return ids, weights
 
 
-def of_another_row(apply: Original) -> Original:
-    return lambda product, rows, *rest: apply(product, rows.roll(1, 0), *rest)
+def of_another_row(apply: Original, product: Any, rows: Any, *rest: Any) -> Any:
+    return apply(product, rows.roll(1, 0), *rest)
 
 
-def unsorted_ties(choose: Original) -> Original:
-    def mutated(logits: Any, *rest: Any) -> Any:
-        ids, weights = choose(logits.flip(1), *rest)
-        return (logits.shape[1] - 1 - ids).flip(1), weights.flip(1)
-
-    return mutated
+def unsorted_ties(choose: Original, logits: Any, *rest: Any) -> Any:
+    ids, weights = choose(logits.flip(1), *rest)
+    return (logits.shape[1] - 1 - ids).flip(1), weights.flip(1)
 
 
-def unlimited(activate: Original) -> Original:
-    return lambda weights, *rest: activate(replace(weights, sizes=replace(weights.sizes, limit=1e6)), *rest)
+def unlimited(activate: Original, weights: Any, *rest: Any) -> Any:
+    return activate(replace(weights, sizes=replace(weights.sizes, limit=1000000.0)), *rest)
 
 
-def without_sinks(attend: Original) -> Original:
-    def mutated(attention: Any, *rest: Any) -> None:
-        attention._sinks = None
-        attend(attention, *rest)
-
-    return mutated
+def without_sinks(attend: Original, attention: Any, *rest: Any) -> None:
+    attention._sinks = None
+    attend(attention, *rest)
 
 
 EXPERT_MUTATIONS: list[Mutation] = [

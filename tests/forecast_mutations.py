@@ -18,78 +18,54 @@ from outpace.studies.timeseries.transformer import TransformerState
 
 def find_in_state() -> str | None:
     """Return how a state of unequal rows differs from the whole history, or None."""
-    from test_forecast_models import MODELS, fault_of_state
+    from test_forecast_rules import MODELS, fault_of_state
 
     return fault_of_state(MODELS["transformer"]())
 
 
-def without_residual(draw: Original) -> Original:
-    def mutated(*given: Any) -> None:
-        """Leave the draw from p."""
-
-    return mutated
+def without_residual(draw: Original, *given: Any) -> None:
+    """Leave the draw from p."""
 
 
-def reflect_to_a_draw(reflect: Original) -> Original:
-    def mutated(drafts: Tensor, q: Distribution, p: Distribution, position: int) -> Any:
-        found = reflect(drafts, q, p, position)
-        return None if found is None else (p.sample()[:, position], found[1])
-
-    return mutated
+def reflect_to_a_draw(reflect: Original, drafts: Tensor, q: Distribution, p: Distribution, position: int) -> Any:
+    found = reflect(drafts, q, p, position)
+    return None if found is None else (p.sample()[:, position], found[1])
 
 
-def without_log_determinant(log_prob: Original) -> Original:
-    def mutated(self: Normal, values: Tensor) -> Tensor:
-        return -(((values - self.loc) / self.scale) ** 2) / 2.0
-
-    return mutated
+def without_log_determinant(log_prob: Original, self: Normal, values: Tensor) -> Tensor:
+    return -(((values - self.loc) / self.scale) ** 2) / 2.0
 
 
-def with_the_drafts_variance(log_density: Original) -> Original:
-    def mutated(p: Any, what: str, values: Tensor, fresh: Tensor) -> Tensor:
-        if isinstance(getattr(p, "base_dist", None), Normal):
-            p = torch.distributions.Independent(Normal(p.base_dist.loc, torch.ones(())), 1)
-        return log_density(p, what, values, fresh)
-
-    return mutated
+def with_the_drafts_variance(log_density: Original, p: Any, what: str, values: Tensor, fresh: Tensor) -> Tensor:
+    if isinstance(getattr(p, "base_dist", None), Normal):
+        p = torch.distributions.Independent(Normal(p.base_dist.loc, torch.ones(())), 1)
+    return log_density(p, what, values, fresh)
 
 
-def bonus_from_q(verify: Original) -> Original:
-    def mutated(self: Any, drafts: Tensor, q: Sequence[Distribution], p: Distribution) -> PatchVerdict:
-        accepted, patch = verify(self, drafts, q, p)
-        return PatchVerdict(accepted, torch.where((accepted == len(q))[:, None], q[-1].sample()[:, -1], patch))
+def bonus_from_q(
+    verify: Original, self: Any, drafts: Tensor, q: Sequence[Distribution], p: Distribution
+) -> PatchVerdict:
+    accepted, patch = verify(self, drafts, q, p)
+    return PatchVerdict(accepted, torch.where((accepted == len(q))[:, None], q[-1].sample()[:, -1], patch))
 
-    return mutated
 
-
-def one_patch_behind(drop: Original) -> Original:
+def one_patch_behind(drop: Original, self: ToyForecaster, state: Any, counts: Tensor) -> None:
     """Drop an accepted patch too; the target alone drops nothing, so its paths stay right."""
-
-    def mutated(self: ToyForecaster, state: Any, counts: Tensor) -> None:
-        drop(self, state, counts + 1)
-
-    return mutated
+    drop(self, state, counts + 1)
 
 
-def drop_one_less(drop: Original) -> Original:
-    def mutated(self: TransformerState, counts: Tensor) -> None:
-        drop(self, (counts - 1).clamp(min=0))
-
-    return mutated
+def drop_one_less(drop: Original, self: TransformerState, counts: Tensor) -> None:
+    drop(self, (counts - 1).clamp(min=0))
 
 
-def slots_of_the_longest_row(append: Original) -> Original:
+def slots_of_the_longest_row(append: Original, self: TransformerState, count: int) -> Any:
     """Give all rows the slots that transformers' caches would."""
-
-    def mutated(self: TransformerState, count: int) -> Any:
-        self.lengths = self.lengths.max().expand_as(self.lengths)
-        return append(self, count)
-
-    return mutated
+    self.lengths = self.lengths.max().expand_as(self.lengths)
+    return append(self, count)
 
 
-def _mutation(name: str, owner: Any, attribute: str, make: Any, find: Any = find_in_forecasts) -> Mutation:
-    return Mutation(f"forecast: {name}", [owner], attribute, make, find)
+def _mutation(name: str, owner: Any, attribute: str, mistake: Any, find: Any = find_in_forecasts) -> Mutation:
+    return Mutation(f"forecast: {name}", [owner], attribute, mistake, find)
 
 
 FORECAST_MUTATIONS = [

@@ -94,113 +94,88 @@ def _read(path: Path) -> Any:
     return reader.read_head(open_head(path), {"hidden_size": 64, "vocab_size": 260}, 256, 8)
 
 
-def first_name_of_layout(agreed: Original) -> Original:
-    def mutated(config: Any, names: Sequence[str], read: Any) -> Any:
-        return agreed(config, names[:1] if names[0] == "sample_from_anchor" else names, read)
-
-    return mutated
+def first_name_of_layout(agreed: Original, config: Any, names: Sequence[str], read: Any) -> Any:
+    return agreed(config, names[:1] if names[0] == "sample_from_anchor" else names, read)
 
 
-def first_that_is_there(agreed: Original) -> Original:
-    def mutated(config: Any, names: Sequence[str], read: Any) -> Any:
-        return next((found for name in names if (found := agreed(config, [name], read))), None)
-
-    return mutated
+def first_that_is_there(agreed: Original, config: Any, names: Sequence[str], read: Any) -> Any:
+    return next((found for name in names if (found := agreed(config, [name], read))), None)
 
 
-def trusted_map(draft_ids: Original) -> Original:
-    return lambda files, head: files.array("d2t") + np.arange(head.num_rows) if "d2t" in files else None
+def trusted_map(draft_ids: Original, files: Any, head: Any) -> Any:
+    return files.array("d2t") + np.arange(head.num_rows) if "d2t" in files else None
 
 
-def any_mask(mask_token: Original) -> Original:
-    return lambda head, config, files, target: mask_token(head, config, files, {})
+def any_mask(mask_token: Original, head: Any, config: Any, files: Any, target: Any) -> Any:
+    return mask_token(head, config, files, {})
 
 
-def unnamed(check_unread: Original) -> Original:
-    return lambda *fields: []
+def unnamed(check_unread: Original, *fields: Any) -> Any:
+    return []
 
 
-def silent_guess(taps: Original) -> Original:
-    return lambda *arguments: (taps(*arguments)[0], None)
+def silent_guess(taps: Original, *arguments: Any) -> Any:
+    return (taps(*arguments)[0], None)
 
 
-def shift_features(fuse: Original) -> Original:
-
-    def mutated(self: Any, hidden: Any) -> Any:
-        rows = fuse(self, hidden)
-        return np.concatenate([0.0 * rows[:1], rows[:-1]])
-
-    return mutated
+def shift_features(fuse: Original, self: Any, hidden: Any) -> Any:
+    rows = fuse(self, hidden)
+    return np.concatenate([0.0 * rows[:1], rows[:-1]])
 
 
-def without_norm(fuse: Original) -> Original:
-    return lambda self, hidden: self.receive(hidden[0])
+def without_norm(fuse: Original, self: Any, hidden: Any) -> Any:
+    return self.receive(hidden[0])
 
 
-def swap_sides(join_rows: Original) -> Original:
-    return lambda parts, axis=0: join_rows(parts[::-1] if axis else parts, axis)
+def swap_sides(join_rows: Original, parts: Any, axis: Any = 0) -> Any:
+    return join_rows(parts[::-1] if axis else parts, axis)
 
 
-def keep_first_feature(read: Original) -> Original:
-    def mutated(self: Any, sessions: Sequence[Any]) -> None:
-        before = [session.outputs for session in sessions]
-        read(self, sessions)
-        for session, last in zip(sessions, before, strict=True):
-            session.outputs = last
-
-    return mutated
+def keep_first_feature(read: Original, self: Any, sessions: Sequence[Any]) -> None:
+    before = [session.outputs for session in sessions]
+    read(self, sessions)
+    for session, last in zip(sessions, before, strict=True):
+        session.outputs = last
 
 
-def one_layer_deeper(layer: Original) -> Original:
-    return lambda self, request, depth, paths: layer(self, request, min(depth + 1, LENGTH - 1), paths)
+def one_layer_deeper(layer: Original, self: Any, request: Any, depth: Any, paths: Any) -> Any:
+    return layer(self, request, min(depth + 1, LENGTH - 1), paths)
 
 
-def shift_columns(fuse: Original) -> Original:
-    return lambda self, hidden: np.roll(fuse(self, hidden), self.spec.target_width // 2, 1)
+def shift_columns(fuse: Original, self: Any, hidden: Any) -> Any:
+    return np.roll(fuse(self, hidden), self.spec.target_width // 2, 1)
 
 
-def without_embedding(embed: Original) -> Original:
-    return lambda self, part: 0.0 * embed(self, part)
+def without_embedding(embed: Original, self: Any, part: Any) -> Any:
+    return 0.0 * embed(self, part)
 
 
-def embedding_of_token_before(embed: Original) -> Original:
-    def mutated(self: Any, part: Any) -> Any:
-        return embed(self, part._replace(tokens=[part.tokens[0], *part.tokens[:-1]]))
-
-    return mutated
+def embedding_of_token_before(embed: Original, self: Any, part: Any) -> Any:
+    return embed(self, part._replace(tokens=[part.tokens[0], *part.tokens[:-1]]))
 
 
-def reverse_slots(score: Original) -> Original:
-    def mutated(self: Any, rows: Any) -> Any:
-        found = score(self, rows)
-        slots = found.values.reshape(-1, self.spec.block, found.values.shape[-1])[:, ::-1]
-        return found._replace(values=np.ascontiguousarray(slots).reshape(found.values.shape))
-
-    return mutated
+def reverse_slots(score: Original, self: Any, rows: Any) -> Any:
+    found = score(self, rows)
+    slots = found.values.reshape(-1, self.spec.block, found.values.shape[-1])[:, ::-1]
+    return found._replace(values=np.ascontiguousarray(slots).reshape(found.values.shape))
 
 
-def copy_nothing(copy: Original) -> Original:
-    def mutated(self: Any, state: Any, other: Any, length: int) -> None:
-        """Leave the new session empty."""
-
-    return mutated
+def copy_nothing(copy: Original, self: Any, state: Any, other: Any, length: int) -> None:
+    """Leave the new session empty."""
 
 
-def forget_outputs(keep: Original) -> Original:
-    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
-        keep(self, path, live)
-        self.outputs = [0.0 * row for row in self.outputs if row is not None]
-
-    return mutated
+def forget_outputs(keep: Original, self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+    keep(self, path, live)
+    self.outputs = [0.0 * row for row in self.outputs if row is not None]
 
 
-def _mutation(name: str, owner: Any, attribute: str, make: Any, write: Any = exact_pair) -> Mutation:
-    return Mutation(f"heads: {name}", [owner], attribute, make, partial(find_in, write))
+def _mutation(name: str, owner: Any, attribute: str, mistake: Any, write: Any = exact_pair) -> Mutation:
+    return Mutation(f"heads: {name}", [owner], attribute, mistake, partial(find_in, write))
 
 
-def _of_reader(name: str, attribute: str, make: Any, find: Callable[[], str | None] = find_in_fields) -> Mutation:
+def _of_reader(name: str, attribute: str, mistake: Any, find: Callable[[], str | None] = find_in_fields) -> Mutation:
     owners = [one for one in (reader, block) if hasattr(one, attribute)]
-    return Mutation(f"heads: {name}", owners, attribute, make, find)
+    return Mutation(f"heads: {name}", owners, attribute, mistake, find)
 
 
 HEAD_MUTATIONS = [

@@ -46,12 +46,13 @@ METHODS = (("speculative", 1), ("speculative", 4), ("card", 4), ("card", 2))
 
 @dataclass(frozen=True)
 class Mutation:
-    """`make` receives the original and returns its replacement in all `owners`. `find` lists the tests that fail."""
+    """`mistake` is called instead of a function of all `owners`, with the function and what it was given. `find` lists
+    the tests that fail."""
 
     name: str
     owners: Sequence[Any]
     attribute: str
-    make: Callable[[Original], Original]
+    mistake: Callable[..., Any]
     find: Callable[[], str | None] | None = None  # None: find_difference
 
     @contextmanager
@@ -60,16 +61,16 @@ class Mutation:
         calls: Counter[str] = Counter()
         originals = [(owner, vars(owner)[self.attribute]) for owner in self.owners]
 
-        def counted(mutated: Original) -> Original:
+        def counted(original: Original) -> Original:
             def call(*args: Any, **kwargs: Any) -> Any:
                 calls["all"] += 1
-                return mutated(*args, **kwargs)
+                return self.mistake(original, *args, **kwargs)
 
             return call
 
         try:
             for owner, original in originals:
-                setattr(owner, self.attribute, counted(self.make(original)))
+                setattr(owner, self.attribute, counted(original))
             yield calls
         finally:
             for owner, original in originals:

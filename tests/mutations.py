@@ -15,8 +15,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from answer_cache_mutations import RECALL_MUTATIONS
-from edge_mutations import EDGE_MUTATIONS
 from encoder_decoder_mutations import ENCODER_DECODER_MUTATIONS
 from expert_mutations import EXPERT_MUTATIONS
 from file_mutations import FILE_MUTATIONS
@@ -28,13 +26,12 @@ from option_mutations import OPTION_MUTATIONS, key_without
 from outpace_kernels import NodeDelta
 from part_mutations import PART_MUTATIONS, find_in_parts
 from planner_mutations import PLANNER_MUTATIONS
+from recurrent_mutations import RECURRENT_MUTATIONS
 from rich.console import Console
 from rich.table import Table
 from rule_mutations import RULE_MUTATIONS
 from server_mutations import SERVER_MUTATIONS
 from skip_mutations import SKIP_MUTATIONS, find_in_skipping
-from step_mutations import STEP_MUTATIONS
-from template_mutations import TEMPLATE_MUTATIONS
 
 from outpace.card import cache
 from outpace.core import types
@@ -60,54 +57,42 @@ def ends(path: list[int], picks: Sequence[int]) -> Verdict:
     return Verdict(path, picks[path[-1]] if path[-1] < len(picks) else None)
 
 
-def drop_own_token(after_rejection: bool) -> Callable[[Original], Original]:
-    def make(commit: Original) -> Original:
-        def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
-            rejected = bool(tree.children(verdict.path[-1]))
-            if len(verdict.path) > 1 and verdict.next_token is not None and rejected == after_rejection:
-                verdict = verdict._replace(next_token=None)
-            return commit(run, tree, verdict, drafted)
+def drop_own_token(after_rejection: bool) -> Original:
+    def drop(commit: Original, run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
+        rejected = bool(tree.children(verdict.path[-1]))
+        if len(verdict.path) > 1 and verdict.next_token is not None and rejected == after_rejection:
+            verdict = verdict._replace(next_token=None)
+        return commit(run, tree, verdict, drafted)
 
-        return mutated
-
-    return make
+    return drop
 
 
-def shift_scores(reduce_apart: Original) -> Original:
-    def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
-        picks = reduce_apart(logits, rows)
-        return picks[1:] + picks[:1]
-
-    return mutated
+def shift_scores(reduce_apart: Original, logits: Any, rows: Sequence[Row]) -> list[int]:
+    picks = reduce_apart(logits, rows)
+    return picks[1:] + picks[:1]
 
 
-def swap_requests(reduce_apart: Original) -> Original:
-    def mutated(logits: Any, rows: Sequence[Row]) -> list[int]:
-        picks = reduce_apart(logits, rows)
-        first = {id(row.request): number for number, row in reversed(list(enumerate(rows)))}
-        places = sorted(first.values())
-        for place, pick in zip(places, [picks[p] for p in places[1:] + places[:1]], strict=True):
-            picks[place] = pick
-        return picks
-
-    return mutated
+def swap_requests(reduce_apart: Original, logits: Any, rows: Sequence[Row]) -> list[int]:
+    picks = reduce_apart(logits, rows)
+    first = {id(row.request): number for number, row in reversed(list(enumerate(rows)))}
+    places = sorted(first.values())
+    for place, pick in zip(places, [picks[p] for p in places[1:] + places[:1]], strict=True):
+        picks[place] = pick
+    return picks
 
 
-def key_by_call_order(keyed: Original) -> Original:
+def key_by_call_order() -> Original:
     calls = iter(range(1 << 62))
-    return lambda seed, choice, position: keyed(seed, choice, next(calls))
+    return lambda keyed, seed, choice, position: keyed(seed, choice, next(calls))
 
 
-def hang_dead_on_root(insert: Original) -> Original:
-    def mutated(self: Any, level: Any) -> int:
-        root, known, moved = self._tree.ids[0], {*self._tree.ids}, []
-        ids, parents, *others = level.nodes
-        for node_id, parent in zip(ids, parents, strict=True):
-            moved.append(parent if parent in known else root)
-            known.add(node_id)
-        return insert(self, level._replace(nodes=NodeDelta((ids, moved, *others))))
-
-    return mutated
+def hang_dead_on_root(insert: Original, self: Any, level: Any) -> int:
+    root, known, moved = self._tree.ids[0], {*self._tree.ids}, []
+    ids, parents, *others = level.nodes
+    for node_id, parent in zip(ids, parents, strict=True):
+        moved.append(parent if parent in known else root)
+        known.add(node_id)
+    return insert(self, level._replace(nodes=NodeDelta((ids, moved, *others))))
 
 
 def orphans() -> str | None:
@@ -118,55 +103,38 @@ def orphans() -> str | None:
     return None if [*found] == [0] else f"the target is offered {found}"
 
 
-def keep_wrong_node(keep: Original) -> Original:
-    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
-        others = [node for node in range(self.pending) if node not in path]
-        if len(path) > 1 and others:
-            path = [*path[:-1], others[0]]
-        keep(self, path, live)
-
-    return mutated
+def keep_wrong_node(keep: Original, self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+    others = [node for node in range(self.pending) if node not in path]
+    if len(path) > 1 and others:
+        path = [*path[:-1], others[0]]
+    keep(self, path, live)
 
 
-def keep_root_only(keep: Original) -> Original:
-    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
-        keep(self, path if len(path) == self.pending else path[:1], live)
-
-    return mutated
+def keep_root_only(keep: Original, self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+    keep(self, path if len(path) == self.pending else path[:1], live)
 
 
-def keep_no_prompt(keep: Original) -> Original:
-    def mutated(self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
-        keep(self, () if isinstance(path, range) else path, live)
-
-    return mutated
+def keep_no_prompt(keep: Original, self: Any, path: Sequence[int], live: Sequence[int] = ()) -> None:
+    keep(self, () if isinstance(path, range) else path, live)
 
 
-def see_siblings(extend: Original) -> Original:
-    def mutated(self: Any, parents: Sequence[int]) -> np.ndarray:
-        sees = extend(self, parents).copy()
-        before = sees.shape[1] - sees.shape[0]
-        for node in range(sees.shape[0]):
-            sees[node, : before + node + 1] = True
-        return sees
-
-    return mutated
+def see_siblings(extend: Original, self: Any, parents: Sequence[int]) -> np.ndarray:
+    sees = extend(self, parents).copy()
+    before = sees.shape[1] - sees.shape[0]
+    for node in range(sees.shape[0]):
+        sees[node, : before + node + 1] = True
+    return sees
 
 
-def positions_off_by_one(tree_rows: Original) -> Original:
-    return lambda *tree: [row._replace(path=(*row.path, *row.path[-1:])) for row in tree_rows(*tree)]
+def positions_off_by_one(tree_rows: Original, *tree: Any) -> Any:
+    return [row._replace(path=(*row.path, *row.path[-1:])) for row in tree_rows(*tree)]
 
 
-def following(mutate: Callable[[TokenTree, Sequence[int], Original], Verdict]) -> Callable[[Original], Original]:
-    """Return a mutation of `Rule.walk` that gets the picked tokens."""
-    return lambda walk: lambda rule, tree, picks: mutate(tree, picks, lambda *given: walk(rule, *given))
-
-
-def accept_any_child(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
+def accept_any_child(walk: Original, rule: Any, tree: TokenTree, picks: Sequence[int]) -> Verdict:
     return ends(walked(tree, picks, lambda node: next(iter(tree.children(node)), None)), picks)
 
 
-def accept_any_late_child(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
+def accept_any_late_child(walk: Original, rule: Any, tree: TokenTree, picks: Sequence[int]) -> Verdict:
     def step(node: int) -> int | None:
         late = (child for child in tree.children(node) if child >= len(picks))
         child = tree.child(node, picks[node])
@@ -183,69 +151,53 @@ def late() -> str | None:
     return None if path == [0] else f"the path is {path}"
 
 
-def recover_from_root(tree: TokenTree, picks: Sequence[int], follow: Original) -> Verdict:
-    verdict: Verdict = follow(tree, picks)
+def recover_from_root(walk: Original, rule: Any, tree: TokenTree, picks: Sequence[int]) -> Verdict:
+    verdict: Verdict = walk(rule, tree, picks)
     return verdict if verdict.next_token is None else Verdict(verdict.path, picks[0])
 
 
-def ignore_stop(commit: Original) -> Original:
+def ignore_stop(commit: Original, run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
     """All tokens of the round in which a stop token ends the text, also those behind it."""
-
-    def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
-        before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
-        result = commit(run, tree, verdict, drafted)
-        if run.finish_reason == "stop":
-            run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
-        return result
-
-    return mutated
+    before, tokens = len(run.committed), [tree.tokens[node] for node in verdict.path[1:]]
+    result = commit(run, tree, verdict, drafted)
+    if run.finish_reason == "stop":
+        run.committed[before:] = tokens if verdict.next_token is None else [*tokens, verdict.next_token]
+    return result
 
 
-def allow_one_more(commit: Original) -> Original:
-    def mutated(run: Any, *given: Any) -> Any:
-        asked = run.request
-        run.request = replace(asked, max_tokens=asked.max_tokens + 1)
-        try:
-            return commit(run, *given)
-        finally:
-            run.request = asked
-
-    return mutated
+def allow_one_more(commit: Original, run: Any, *given: Any) -> Any:
+    asked = run.request
+    run.request = replace(asked, max_tokens=asked.max_tokens + 1)
+    try:
+        return commit(run, *given)
+    finally:
+        run.request = asked
 
 
-def reroot_at_sibling(move: Original) -> Original:
-    def mutated(self: Any, root: int | None, token: int) -> None:
-        if root is not None and root:
-            siblings = self._tree.children(self._tree.parents[root])
-            root = siblings[(siblings.index(root) + 1) % len(siblings)]
-        move(self, root, token)
-
-    return mutated
+def reroot_at_sibling(move: Original, self: Any, root: int | None, token: int) -> None:
+    if root is not None and root:
+        siblings = self._tree.children(self._tree.parents[root])
+        root = siblings[(siblings.index(root) + 1) % len(siblings)]
+    move(self, root, token)
 
 
-def reroot_at_grandchild(move: Original) -> Original:
-    def mutated(self: Any, root: int | None, token: int) -> None:
-        below = [] if root is None else self._tree.children(root)
-        move(self, below[0] if below else root, token)
-
-    return mutated
+def reroot_at_grandchild(move: Original, self: Any, root: int | None, token: int) -> None:
+    below = [] if root is None else self._tree.children(root)
+    move(self, below[0] if below else root, token)
 
 
-def skip_an_ancestor(best_copy: Original) -> Original:
-    def mutated(tree: TokenTree, count: int) -> TokenTree:
-        nodes = tree.best(count)
-        inner = [node for node in nodes[1:] if any(child in nodes for child in tree.children(node))]
-        return tree.copy([node for node in nodes if node not in inner[:1]])
-
-    return mutated
+def skip_an_ancestor(best_copy: Original, tree: TokenTree, count: int) -> TokenTree:
+    nodes = tree.best(count)
+    inner = [node for node in nodes[1:] if any(child in nodes for child in tree.children(node))]
+    return tree.copy([node for node in nodes if node not in inner[:1]])
 
 
-def unfiltered(processed: Original) -> Original:
-    return lambda logits, samplings: processed(logits, [Sampling(s.temperature) for s in samplings])
+def unfiltered(processed: Original, logits: Any, samplings: Any) -> Any:
+    return processed(logits, [Sampling(s.temperature) for s in samplings])
 
 
-def without_temperature(processed: Original) -> Original:
-    return lambda logits, samplings: processed(logits, [Sampling(1.0, s.top_k, s.top_p, s.min_p) for s in samplings])
+def without_temperature(processed: Original, logits: Any, samplings: Any) -> Any:
+    return processed(logits, [Sampling(1.0, s.top_k, s.top_p, s.min_p) for s in samplings])
 
 
 MUTATIONS = [
@@ -256,19 +208,19 @@ MUTATIONS = [
     Mutation("gumbel: reuse noise across seeds", [types], "row_key", key_without(0)),
     Mutation("gumbel: reuse noise across choices", [types], "row_key", key_without(1)),
     Mutation("gumbel: reuse noise across positions", [types], "row_key", key_without(2)),
-    Mutation("gumbel: noise keyed by call order", [types], "row_key", key_by_call_order),
+    Mutation("gumbel: noise keyed by call order", [types], "row_key", key_by_call_order()),
     Mutation("match: reuse noise across choices", [match], "uniform", key_without(1)),
     Mutation("match: reuse noise across positions", [match], "uniform", key_without(2)),
-    Mutation("match: noise keyed by call order", [match], "uniform", key_by_call_order),
+    Mutation("match: noise keyed by call order", [match], "uniform", key_by_call_order()),
     Mutation("accept a dead child (hung on the root)", [cache.CandidateCache], "insert", hang_dead_on_root, orphans),
     Mutation("keep a wrong path", [models.Session], "keep", keep_wrong_node),
     Mutation("forget to keep the accepted path", [models.Session], "keep", keep_root_only),
     Mutation("forget to keep the prompt's pieces", [models.Session], "keep", keep_no_prompt),
     Mutation("tree mask sees siblings", [models.Session], "extend", see_siblings),
     Mutation("positions off by one in rows", [target_runner], "tree_rows", positions_off_by_one),
-    Mutation("accept a child without looking at its token", [types.Rule], "walk", following(accept_any_child)),
-    Mutation("accept a late child whose token differs", [types.Rule], "walk", following(accept_any_late_child), late),
-    Mutation("recovery token taken from the root's row", [types.Rule], "walk", following(recover_from_root)),
+    Mutation("accept a child without looking at its token", [types.Rule], "walk", accept_any_child),
+    Mutation("accept a late child whose token differs", [types.Rule], "walk", accept_any_late_child, late),
+    Mutation("recovery token taken from the root's row", [types.Rule], "walk", recover_from_root),
     Mutation("text after the stop token", [running.TokenSequence], "commit", ignore_stop),
     Mutation("text after max_tokens", [running.TokenSequence], "commit", allow_one_more),
     Mutation("correct() re-roots at a sibling", [cache.CandidateCache], "_move", reroot_at_sibling),
@@ -279,18 +231,15 @@ MUTATIONS = [
     Mutation("gumbel: p without temperature in reduce", [gumbel], "log_probs", without_temperature),
     *OPTION_MUTATIONS,
     *PLANNER_MUTATIONS,
-    *EDGE_MUTATIONS,
     *RULE_MUTATIONS,
     *PART_MUTATIONS,
     *SERVER_MUTATIONS,
-    *TEMPLATE_MUTATIONS,
     *FILE_MUTATIONS,
     *SKIP_MUTATIONS,
     *FORECAST_MUTATIONS,
     *HEAD_MUTATIONS,
-    *STEP_MUTATIONS,
     *EXPERT_MUTATIONS,
-    *RECALL_MUTATIONS,
+    *RECURRENT_MUTATIONS,
     *ENCODER_DECODER_MUTATIONS,
 ]
 

@@ -24,70 +24,57 @@ from outpace.rules import _ratio, greedy, gumbel, match
 ADJUSTING = (greedy, gumbel, match, _ratio, logprobs)
 
 
-def without_path(adjusted: Original) -> Original:
-    return lambda logits, rows: adjusted(logits, [row._replace(path=()) for row in rows])
+def without_path(adjusted: Original, logits: Any, rows: Any) -> Any:
+    return adjusted(logits, [row._replace(path=()) for row in rows])
 
 
-def by_the_neighbour(adjusted: Original) -> Original:
-    return lambda logits, rows: adjusted(logits, [*rows[1:], *rows[:1]])
+def by_the_neighbour(adjusted: Original, logits: Any, rows: Any) -> Any:
+    return adjusted(logits, [*rows[1:], *rows[:1]])
 
 
-def never(adjusted: Original) -> Original:
-    return lambda logits, rows: logits
+def never(adjusted: Original, logits: Any, rows: Any) -> Any:
+    return logits
 
 
-def counting_the_prompt(adjust_rows: Original) -> Original:
-    def mutated(scores: Any, rows: Sequence[Row], settings: Any, places: Any) -> None:
-        bare = replace(rows[0].request, prompt=())
-        adjust_rows(scores, [row._replace(request=bare) for row in rows], settings, places)
-
-    return mutated
+def counting_the_prompt(adjust_rows: Original, scores: Any, rows: Sequence[Row], settings: Any, places: Any) -> None:
+    bare = replace(rows[0].request, prompt=())
+    adjust_rows(scores, [row._replace(request=bare) for row in rows], settings, places)
 
 
-def committed_only(backwards: Original) -> Original:
-    return lambda row: backwards(row._replace(path=()))
+def committed_only(backwards: Original, row: Any) -> Any:
+    return backwards(row._replace(path=()))
 
 
-def of_the_next_row(token_logprobs: Original) -> Original:
-    return lambda logits, rows, tokens, options: token_logprobs(logits.roll(-1, 0), rows, tokens, options)
+def of_the_next_row(token_logprobs: Original, logits: Any, rows: Any, tokens: Any, options: Any) -> Any:
+    return token_logprobs(logits.roll(-1, 0), rows, tokens, options)
 
 
-def always_raw(token_logprobs: Original) -> Original:
-    return lambda logits, rows, tokens, options: token_logprobs(logits, rows, tokens, replace(options, processed=False))
+def always_raw(token_logprobs: Original, logits: Any, rows: Any, tokens: Any, options: Any) -> Any:
+    return token_logprobs(logits, rows, tokens, replace(options, processed=False))
 
 
-def not_cut(commit: Original) -> Original:
-    def mutated(run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
-        records = list(run.history.logprobs)
-        tokens = commit(run, tree, verdict, drafted)
-        run.history.logprobs[:] = records
-        return tokens
-
-    return mutated
+def not_cut(commit: Original, run: Any, tree: TokenTree, verdict: Verdict, drafted: int) -> Any:
+    records = list(run.history.logprobs)
+    tokens = commit(run, tree, verdict, drafted)
+    run.history.logprobs[:] = records
+    return tokens
 
 
-def unfiltered_q(draw: Original) -> Original:
+def unfiltered_q(draw: Original, self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
     """The children are drawn from q as filtered, and judged by a q that gives something to every token."""
-
-    def mutated(self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
-        return int(draw(self, parent, drawn._replace(q=TokenDistribution(drawn.q.to_dense(4) + 0.1)), siblings))
-
-    return mutated
+    return int(draw(self, parent, drawn._replace(q=TokenDistribution(drawn.q.to_dense(4) + 0.1)), siblings))
 
 
-def no_bonus(walk: Original) -> Original:
-    def mutated(self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
-        verdict = walk(self, tree, picks)
-        is_leaf = len(verdict.path) > 1 and not tree.children(verdict.path[-1])
-        return verdict._replace(next_token=None) if is_leaf else verdict
-
-    return mutated
+def no_bonus(walk: Original, self: Any, tree: TokenTree, picks: Sequence[Any]) -> Verdict:
+    verdict = walk(self, tree, picks)
+    is_leaf = len(verdict.path) > 1 and not tree.children(verdict.path[-1])
+    return verdict._replace(next_token=None) if is_leaf else verdict
 
 
-def with_key(is_draw: bool, change: Callable[[Any], dict[str, int]]) -> Callable[[Original], Original]:
+def with_key(is_draw: bool, change: Callable[[Any], dict[str, int]]) -> Original:
     """Random numbers whose keys are changed, those of draws or all others."""
-    return lambda number: (
-        lambda self, key: number(self, key._replace(**change(key)) if (key.purpose == noise.DRAW) == is_draw else key)
+    return lambda number, self, key: number(
+        self, key._replace(**change(key)) if (key.purpose == noise.DRAW) == is_draw else key
     )
 
 
@@ -100,81 +87,63 @@ def one_purpose(key: Any) -> dict[str, int]:
     return {"purpose": noise.ACCEPT}
 
 
-def key_without(part: int) -> Callable[[Original], Original]:
+def key_without(part: int) -> Original:
     """Noise whose key lacks one of seed, choice, and position or node."""
-    return lambda keyed: lambda *parts: keyed(*(0 if n == part else value for n, value in enumerate(parts)))
+    return lambda keyed, *parts: keyed(*(0 if n == part else value for n, value in enumerate(parts)))
 
 
-def one_too_far(best_start: Original) -> Original:
-    def mutated(self: Any, run: Any) -> Any:
-        holder, length = best_start(self, run)
-        more = holder is not None and length < min(getattr(holder, "kv", holder).session.length, len(run.committed) - 1)
-        return holder, length + more
-
-    return mutated
+def one_too_far(best_start: Original, self: Any, run: Any) -> Any:
+    holder, length = best_start(self, run)
+    more = holder is not None and length < min(getattr(holder, "kv", holder).session.length, len(run.committed) - 1)
+    return holder, length + more
 
 
-def after(change: Callable[[Any], object]) -> Callable[[Original], Original]:
+def after(change: Callable[[Any], object]) -> Original:
     """A method that first changes its request."""
 
-    def make(method: Original) -> Original:
-        def mutated(self: Any, run: Any) -> None:
-            change(run)
-            method(self, run)
+    def mistake(method: Original, self: Any, run: Any) -> None:
+        change(run)
+        method(self, run)
 
-        return mutated
-
-    return make
+    return mistake
 
 
 def settle(run: Any) -> None:
     run.kv.commit_pending()
 
 
-def with_what_was_accepted(release: Original) -> Original:
-    def mutated(self: Any, run: Any) -> None:
-        kept = run.kv.keep
-        release(self, run)
-        run.kv.keep = kept
-
-    return mutated
+def with_what_was_accepted(release: Original, self: Any, run: Any) -> None:
+    kept = run.kv.keep
+    release(self, run)
+    run.kv.keep = kept
 
 
-def beyond_the_budget(fit: Original) -> Original:
-    def mutated(self: Any, run: Any, rows: int) -> bool:
-        run.kv.session.reserve(run.prefilled + rows)
-        return True
-
-    return mutated
+def beyond_the_budget(fit: Original, self: Any, run: Any, rows: int) -> bool:
+    run.kv.session.reserve(run.prefilled + rows)
+    return True
 
 
-def forget_what_is_held(push: Original) -> Original:
-    def mutated(self: Any, text: str, may_end: bool = True) -> Any:
-        self._held, held = "", self._held
-        return held + push(self, text, may_end)
-
-    return mutated
+def forget_what_is_held(push: Original, self: Any, text: str, may_end: bool = True) -> Any:
+    self._held, held = "", self._held
+    return held + push(self, text, may_end)
 
 
-def ending_at_once(push: Original) -> Original:
-    return lambda self, text, may_end=True: push(self, text)
+def ending_at_once(push: Original, self: Any, text: Any, may_end: Any = True) -> Any:
+    return push(self, text)
 
 
-def read_on(watch: Original) -> Original:
-    def mutated(self: Any, tokens: Sequence[int], drafted: int) -> None:
-        watch(self, tokens, drafted)
-
-    return mutated
+def read_on(watch: Original, self: Any, tokens: Sequence[int], drafted: int) -> None:
+    watch(self, tokens, drafted)
 
 
-def mutation(name: str, owner: Any, attribute: str, make: Callable[[Original], Original]) -> Mutation:
+def mutation(name: str, owner: Any, attribute: str, mistake: Original) -> Mutation:
     owners = owner if isinstance(owner, tuple) else (owner,)
     find = find_in_options
     if name.startswith("rejection"):
         find = find_in_rejection
     elif name.startswith("reuse"):
         find = find_in_memory
-    return Mutation(name, owners, attribute, make, find)
+    return Mutation(name, owners, attribute, mistake, find)
 
 
 OPTION_MUTATIONS = [
@@ -183,15 +152,15 @@ OPTION_MUTATIONS = [
     mutation("options: nothing is adjusted", ADJUSTING, "adjust_logits", never),
     mutation("options: the prompt counts as written", adjust, "_adjust", counting_the_prompt),
     mutation("options: a bad word is not seen in the path", adjust, "_answer_backwards", committed_only),
-    mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f: lambda *parts: []),
+    mutation("options: a bad word is not seen across tokens", BannedText, "after", lambda f, *parts: []),
     mutation("logprobs: of the wrong row", logprobs, "token_logprobs", of_the_next_row),
     mutation("logprobs: raw where processed ones are asked", logprobs, "token_logprobs", always_raw),
     mutation("logprobs: not cut with the text", running.TokenSequence, "commit", not_cut),
-    mutation("stops: nothing is held back", text, "held_back", lambda f: lambda text, stop: 0),
+    mutation("stops: nothing is held back", text, "held_back", lambda f, text, stop: 0),
     mutation("stops: what was held is forgotten in the search", text.StopStrings, "push", forget_what_is_held),
     mutation("stops: one ends the text before min_tokens", text.StopStrings, "push", ending_at_once),
     mutation("stops: the text goes on behind one", text.TextAssembler, "watch", read_on),
-    mutation("rejection: drop the residual", _ratio, "residual", lambda f: lambda p, q: p),
+    mutation("rejection: drop the residual", _ratio, "residual", lambda f, p, q: p),
     mutation("rejection: keys return in a later round", RandomSource, "number", with_key(False, in_its_round)),
     mutation("rejection: one key for two purposes", RandomSource, "number", with_key(False, one_purpose)),
     mutation("rejection: reuse noise across choices", distribution, "uniform", key_without(1)),
@@ -200,7 +169,7 @@ OPTION_MUTATIONS = [
     mutation("reuse: what an end cut off is kept", kv_memory.KVMemory, "close", after(settle)),
     mutation("reuse: what was accepted before a pause", kv_memory.KVMemory, "release", with_what_was_accepted),
     mutation("reuse: slots beyond the budget", kv_memory.KVMemory, "fit", beyond_the_budget),
-    mutation("reuse: drafts count nothing", DraftRunner, "stored_bytes", lambda f: lambda self, texts: 0),
-    mutation("reuse: a pause leaves the draft its session", TreeExpander, "pause", lambda f: lambda self, state: None),
-    mutation("reuse: a prompt that is reported on", kv_memory.KVMemory, "_may_reuse", lambda f: lambda self, run: True),
+    mutation("reuse: drafts count nothing", DraftRunner, "stored_bytes", lambda f, self, texts: 0),
+    mutation("reuse: a pause leaves the draft its session", TreeExpander, "pause", lambda f, self, state: None),
+    mutation("reuse: a prompt that is reported on", kv_memory.KVMemory, "_may_reuse", lambda f, self, run: True),
 ]

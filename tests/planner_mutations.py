@@ -10,7 +10,7 @@ from typing import Any
 
 import test_plan as plan_tests
 from mutation_checks import Original
-from part_mutations import mutation, returning
+from part_mutations import Mistakes, mutations, returning
 
 from outpace.core.stats import DecayedMean
 from outpace.core.tree import TokenTree
@@ -22,156 +22,123 @@ from outpace.planning.planner import Planner
 from outpace.planning.sources import AcceptanceModel, ModelSource, PlanningContext, RepetitionDetector
 
 
-def uncorrected(of: Original) -> Original:
-    return lambda self, tree: [exp(score) for score in tree.scores]
+def uncorrected(of: Original, self: Any, tree: Any) -> Any:
+    return [exp(score) for score in tree.scores]
 
 
-def corrected_in_any_case(init: Original) -> Original:
+def corrected_in_any_case(init: Original, self: Any, costs: Any, sources: Any, text: Any) -> None:
     """Chances that a drafter fits itself are corrected too."""
-
-    def mutated(self: Any, costs: Any, sources: Any, text: Any) -> None:
-        init(self, costs, sources, text)
-        for source in sources:
-            self._means.setdefault(source.name, DecayedMean(0.0, 0.0))
-
-    return mutated
+    init(self, costs, sources, text)
+    for source in sources:
+        self._means.setdefault(source.name, DecayedMean(0.0, 0.0))
 
 
-def of_own_rounds(factors: Original) -> Original:
+def of_own_rounds(factors: Original, self: Any) -> Any:
     """A request's factors without the prior of all requests, and of the last few rounds."""
-
-    def mutated(self: Any) -> Any:
-        for mean in self._means.values():
-            mean._fade = 0.8
-        return {name: self._means[name].value if known else 0.0 for name, known in factors(self).items()}
-
-    return mutated
+    for mean in self._means.values():
+        mean._fade = 0.8
+    return {name: self._means[name].value if known else 0.0 for name, known in factors(self).items()}
 
 
 def with_zero(attribute: str) -> Original:
     """A method that runs as if this attribute was 0."""
 
-    def make(original: Original) -> Original:
-        def mutated(self: Any, *given: Any) -> Any:
-            value = getattr(self, attribute)
-            setattr(self, attribute, 0.0)
-            try:
-                return original(self, *given)
-            finally:
-                setattr(self, attribute, value)
-
-        return mutated
-
-    return make
-
-
-def with_tokens_left(original: Original) -> Original:
-    """A method that runs as if many tokens were left."""
-
-    def mutated(self: Any, *given: Any) -> Any:
-        left, self._context.tokens_left = self._context.tokens_left, 1000
+    def mistake(original: Original, self: Any, *given: Any) -> Any:
+        value = getattr(self, attribute)
+        setattr(self, attribute, 0.0)
         try:
             return original(self, *given)
         finally:
-            self._context.tokens_left = left
+            setattr(self, attribute, value)
 
-    return mutated
-
-
-def always_deeper(next_width: Original) -> Original:
-    return lambda self, tree, model: int(model.levels < self._options.deepest)
+    return mistake
 
 
-def unrelated(value: Original) -> Original:
-    def mutated(self: Any, level: int) -> float:
-        tokens, chances = self._sums[level] if level < len(self._sums) else (0.0, 0.0)
-        return (tokens + 2.0 * self._prior) / (chances + 2.0)
+def with_tokens_left(original: Original, self: Any, *given: Any) -> Any:
+    """A method that runs as if many tokens were left."""
+    left, self._context.tokens_left = self._context.tokens_left, 1000
+    try:
+        return original(self, *given)
+    finally:
+        self._context.tokens_left = left
 
-    return mutated
+
+def always_deeper(next_width: Original, self: Any, tree: Any, model: Any) -> Any:
+    return int(model.levels < self._options.deepest)
 
 
-def of_one_source(learn: Original) -> Original:
+def unrelated(value: Original, self: Any, level: int) -> float:
+    tokens, chances = self._sums[level] if level < len(self._sums) else (0.0, 0.0)
+    return (tokens + 2.0 * self._prior) / (chances + 2.0)
+
+
+def of_one_source(learn: Original, self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
     """Every node counts for the first source, whatever drafter added it."""
-
-    def mutated(self: Any, tree: TokenTree, path: Sequence[int]) -> Any:
-        names = ["ngram"] * len(tree)
-        of = SimpleNamespace(sources=names, roles=tree.roles, scores=tree.scores, children=tree.children)
-        return learn(self, of, path)
-
-    return mutated
+    names = ["ngram"] * len(tree)
+    of = SimpleNamespace(sources=names, roles=tree.roles, scores=tree.scores, children=tree.children)
+    return learn(self, of, path)
 
 
-def of_one_request(draft: Original) -> Original:
-    return lambda self, source, requests=1, width=1: draft(self, source)
+def of_one_request(draft: Original, self: Any, source: Any, requests: Any = 1, width: Any = 1) -> Any:
+    return draft(self, source)
 
 
-def whole_trees(chosen: Original) -> Original:
-    return lambda self, tree: list(range(min(len(tree), self._context.budget)))
+def whole_trees(chosen: Original, self: Any, tree: Any) -> Any:
+    return list(range(min(len(tree), self._context.budget)))
 
 
-def with_its_drafting(round_: Original) -> Original:
-    return lambda self, requests, rows, tokens, seconds, drafting, **given: round_(
-        self, requests, rows, tokens, seconds, 0.0, **given
-    )
+def with_its_drafting(
+    round_: Original, self: Any, requests: Any, rows: Any, tokens: Any, seconds: Any, drafting: Any, **given: Any
+) -> Any:
+    return round_(self, requests, rows, tokens, seconds, 0.0, **given)
 
 
-def falling(convex: Original) -> Original:
+def falling(convex: Original, self: Any) -> tuple[list[int], list[float]]:
     """The times as they are."""
-
-    def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = self._known_times()
-        return sorted(known), [known[rows] for rows in sorted(known)]
-
-    return mutated
+    known = self._known_times()
+    return sorted(known), [known[rows] for rows in sorted(known)]
 
 
-def medians_joined(convex: Original) -> Original:
+def medians_joined(convex: Original, self: Any) -> tuple[list[int], list[float]]:
     """The times as they are, made not to fall."""
-
-    def mutated(self: Any) -> tuple[list[int], list[float]]:
-        known = self._known_times()
-        return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
-
-    return mutated
+    known = self._known_times()
+    return sorted(known), [min(known[more] for more in known if more >= rows) for rows in sorted(known)]
 
 
-def current_rate(price: Original) -> Original:
+def current_rate(price: Original, self: Any, requests: Any) -> Any:
     """Without plain decoding's rate as the least."""
-    return lambda self, requests: self._rates[requests].value if requests in self._rates else 0.0
+    return self._rates[requests].value if requests in self._rates else 0.0
 
 
-def never_forgetting(learn: Original) -> Original:
-    def mutated(self: Any, above: float, below: float = 1.0) -> None:
-        self._numerator, self._denominator = self._numerator + above, self._denominator + below
-        self.value = self._numerator / self._denominator
-
-    return mutated
+def never_forgetting(learn: Original, self: Any, above: float, below: float = 1.0) -> None:
+    self._numerator, self._denominator = self._numerator + above, self._denominator + below
+    self.value = self._numerator / self._denominator
 
 
-def paying_for_gains(width: Original) -> Original:
+def paying_for_gains(width: Original, gains: Any, price: Any, seconds: Any) -> Any:
     """The price of a second with the wrong sign."""
-    return lambda gains, price, seconds: width(gains, -price, seconds)
+    return width(gains, -price, seconds)
 
 
-def each_for_itself(plan: Original) -> Original:
+def each_for_itself(plan: Original, batch: Any, levels: Any, known: Any) -> Any:
     """A batch planned as one request."""
-    return lambda batch, levels, known: plan(BatchState(1, 1, 0, 0, batch.tokens_left / batch.requests), levels, known)
+    return plan(BatchState(1, 1, 0, 0, batch.tokens_left / batch.requests), levels, known)
 
 
-def of_every_round(record: Original) -> Original:
-    return lambda self, *given, every=False: record(self, *given, every=True)
+def of_every_round(record: Original, self: Any, *given: Any, every: Any = False) -> Any:
+    return record(self, *given, every=True)
 
 
-def as_before(drafted: Original) -> Original:
-    return lambda self, steps: self._drafted.value(steps, 0.0)
+def as_before(drafted: Original, self: Any, steps: Any) -> Any:
+    return self._drafted.value(steps, 0.0)
 
 
 def without(**changes: Any) -> Original:
     """A plan that leaves out some of what is known."""
-    return lambda plan: lambda batch, levels, known: plan(batch, levels, known._replace(**changes))
+    return lambda plan, batch, levels, known: plan(batch, levels, known._replace(**changes))
 
 
-MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test that notices them
+MISTAKES: Mistakes = {
     "test_planner.py::test_a_few_bad_rounds_do_not_end_a_draft_that_pays": [
         ("planner: a few bad rounds end a draft", AcceptanceModel, "_current_factors", of_own_rounds),
     ],
@@ -243,7 +210,7 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("planner: no text repeats itself", RepetitionDetector, "follow", returning(0)),
     ],
     "test_costs.py::test_outliers_do_not_move_the_time_of_a_pass": [
-        ("costs: means instead of what is usual", estimators, "below_median", lambda original: fmean),
+        ("costs: means instead of what is usual", estimators, "below_median", lambda original, values: fmean(values)),
     ],
     "test_costs.py::test_a_pass_takes_longer_with_more_tokens_in_the_texts": [
         ("costs: reading the texts' keys takes no time", ContextCost, "_fitted", returning(0.0)),
@@ -283,4 +250,4 @@ MISTAKES: dict[str, list[tuple[str, Any, str, Original]]] = {  # by the test tha
         ("costs: levels are unrelated", LevelMeans, "value", unrelated),
     ],
 }
-PLANNER_MUTATIONS = [mutation(*row, test) for test, rows in MISTAKES.items() for row in rows]
+PLANNER_MUTATIONS = mutations(MISTAKES)

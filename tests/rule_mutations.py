@@ -34,18 +34,15 @@ def rule_differences(names: Sequence[str]) -> Iterator[str]:
                 yield f"{name}, {shape.draws} children, {asked}: {said}"
 
 
-def mutation(
-    name: str, owner: Any, attribute: str, make: Callable[[Original], Original], rules: Sequence[str] = tuple(RATIO)
-) -> Mutation:
-    return Mutation(f"rules: {name}", [owner], attribute, make, lambda: next(rule_differences(rules), None))
+def mutation(name: str, owner: Any, attribute: str, mistake: Original, rules: Sequence[str] = tuple(RATIO)) -> Mutation:
+    return Mutation(f"rules: {name}", [owner], attribute, mistake, lambda: next(rule_differences(rules), None))
 
 
-def keyed_by_position(draw_level: Original) -> Original:
-    def mutated(tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any) -> None:
-        ids = dict(zip(frontier, (row.position for row in rows), strict=True))
-        draw_level(Renumbered(tree, ids), frontier, logits, rows, draws)
-
-    return mutated
+def keyed_by_position(
+    draw_level: Original, tree: TokenTree, frontier: Sequence[int], logits: Tensor, rows: Sequence[Any], draws: Any
+) -> None:
+    ids = dict(zip(frontier, (row.position for row in rows), strict=True))
+    draw_level(Renumbered(tree, ids), frontier, logits, rows, draws)
 
 
 class Renumbered:
@@ -58,20 +55,17 @@ class Renumbered:
         return getattr(self._tree, name)
 
 
-def one_key_for_all_draws(again: Original) -> Original:
-    return lambda key, number: key
+def one_key_for_all_draws(again: Original, key: Any, number: Any) -> Any:
+    return key
 
 
-def changed(change: Callable[[DrawnChildren], DrawnChildren]) -> Callable[[Original], Original]:
+def changed(change: Callable[[DrawnChildren], DrawnChildren]) -> Original:
     """Another group than what was drawn."""
 
-    def make(draw: Original) -> Original:
-        def mutated(self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
-            return int(draw(self, parent, change(drawn), siblings))
+    def mistake(draw: Original, self: Any, parent: int, drawn: DrawnChildren, siblings: Siblings) -> int:
+        return int(draw(self, parent, change(drawn), siblings))
 
-        return mutated
-
-    return make
+    return mistake
 
 
 def drop_what_was_drawn(drawn: DrawnChildren) -> DrawnChildren:
@@ -83,18 +77,12 @@ def merge_duplicates(drawn: DrawnChildren) -> DrawnChildren:
     return drawn._replace(tokens=tuple(dict.fromkeys(drawn.tokens)))
 
 
-def shifted(reduce: Original) -> Original:
-    def mutated(self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
-        return reduce(self, logits.roll(1, -1), rows)
-
-    return mutated
+def shifted(reduce: Original, self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
+    return reduce(self, logits.roll(1, -1), rows)
 
 
-def of_the_next_node(reduce: Original) -> Original:
-    def mutated(self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
-        return reduce(self, logits.roll(1, 0), rows)
-
-    return mutated
+def of_the_next_node(reduce: Original, self: Any, logits: Tensor, rows: Sequence[Any]) -> Any:
+    return reduce(self, logits.roll(1, 0), rows)
 
 
 RULE_MUTATIONS = [
@@ -106,21 +94,21 @@ RULE_MUTATIONS = [
         for name in INDEPENDENT
     ),
     mutation("q filtered for drawing, unfiltered for judging", TokenTree, "draw", unfiltered_q),
-    mutation("no residual, from the root down", _ratio, "residual", lambda f: lambda p, q: p, ["without_replacement"]),
+    mutation("no residual, from the root down", _ratio, "residual", lambda f, p, q: p, ["without_replacement"]),
     mutation(
         "no residual, from the leaves up",
         _ratio,
         "without_child",
-        lambda f: lambda weight, p, q: (f(weight, p, q)[0], p),
+        lambda f, weight, p, q: (f(weight, p, q)[0], p),
         BOTTOM_UP,
     ),
-    mutation("no residual, spectr", spectr, "any_of", lambda f: lambda beta, count: 0.0, ["spectr"]),
-    mutation("rho of one draft", spectr, "least_rho", lambda f: lambda p, q, count: f(p, q, 1), ["spectr"]),
+    mutation("no residual, spectr", spectr, "any_of", lambda f, beta, count: 0.0, ["spectr"]),
+    mutation("rho of one draft", spectr, "least_rho", lambda f, p, q, count: f(p, q, 1), ["spectr"]),
     mutation(
         "q keeps a rejected token",
         without_replacement.WithoutReplacement,
         "after",
-        lambda f: lambda self, q, token: q,
+        lambda f, self, q, token: q,
         ["without_replacement"],
     ),
     mutation("no bonus, from the root down", _ratio.TopDown, "walk", no_bonus, INDEPENDENT),

@@ -56,42 +56,31 @@ def _find_fault() -> str | None:
     return None
 
 
-def commit_what_was_tried(agreements: Original) -> Original:
-    def mutated(model: Any, session: Any, request: Request, text: Sequence[int], count: int) -> list[bool]:
-        found = agreements(model, session, request, text, count)
-        model.score([chain(session, text[-count:])])
-        session.keep(range(count))
-        return list(found)
-
-    return mutated
-
-
-def keep_the_worse(learn: Original) -> Original:
-    def mutated(self: Any, sublayers: Sublayers, agreement: float) -> bool:
-        return bool(learn(self, sublayers, 1.0 - agreement))
-
-    return mutated
+def commit_what_was_tried(
+    agreements: Original, model: Any, session: Any, request: Request, text: Sequence[int], count: int
+) -> list[bool]:
+    found = agreements(model, session, request, text, count)
+    model.score([chain(session, text[-count:])])
+    session.keep(range(count))
+    return list(found)
 
 
-def lend_before_it_is_committed(lend: Original) -> Original:
-    def mutated(self: Any) -> None:
-        if self.draft.state is not None:
-            self.draft.state.target_session = self.kv.session
-
-    return mutated
+def keep_the_worse(learn: Original, self: Any, sublayers: Sublayers, agreement: float) -> bool:
+    return bool(learn(self, sublayers, 1.0 - agreement))
 
 
-def skip_the_neighbours(check: Original) -> Original:
+def lend_before_it_is_committed(lend: Original, self: Any) -> None:
+    if self.draft.state is not None:
+        self.draft.state.target_session = self.kv.session
+
+
+def skip_the_neighbours(check: Original, self: Any, sublayers: Sublayers) -> None:
     """Skip the layer above each requested layer."""
-
-    def mutated(self: Any, sublayers: Sublayers) -> None:
-        check(self, Sublayers(*(tuple(min(layer + 1, 3) for layer in kind) for kind in sublayers)))
-
-    return mutated
+    check(self, Sublayers(*(tuple(min(layer + 1, 3) for layer in kind) for kind in sublayers)))
 
 
-def _mutation(name: str, owner: Any, attribute: str, make: Any) -> Mutation:
-    return Mutation(f"layer_skip: {name}", [owner], attribute, make, find_in_skipping)
+def _mutation(name: str, owner: Any, attribute: str, mistake: Any) -> Mutation:
+    return Mutation(f"layer_skip: {name}", [owner], attribute, mistake, find_in_skipping)
 
 
 SKIP_MUTATIONS = [

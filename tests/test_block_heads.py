@@ -1,7 +1,8 @@
-"""DFlash and DSpark heads: every layout, the forward against the formulas, and what a bad file gets."""
+"""DFlash, DSpark and JetSpec heads: every layout, the forward against the formulas, fields, and trees."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from block_heads import BLOCK, TAPS, VARIANTS, BlockReference, block_config, block_tensors, write_block
+from block_heads import BLOCK, JETSPEC, TAPS, VARIANTS, BlockReference, block_config, block_tensors, write_block
 from files import model_folder
 from heads import LAYERS, VOCAB, WIDTH
 from safetensors.torch import load_file
 from transformers.models.qwen3 import modeling_qwen3
 
 from outpace.api.llm import LLM
+from outpace.core.drafting import UNRESTRICTED
 from outpace.core.errors import UserError
+from outpace.core.logits import SparseLogits
+from outpace.core.tree import TokenTree
+from outpace.core.types import Request
+from outpace.drafters._model_drafter import ChildAdder, OfferState
+from outpace.drafters._tree_expander import ExpansionJob
 from outpace.models.heads.kinds.block import BlockDraft
 from outpace.models.load import load_draft, load_model
 from outpace.models.runtimes import Loaded
+from outpace.rules.greedy import Greedy
 
 RUNTIMES = ("llama", "native")
 LENGTHS = (13, 6, 1)  # of the texts of a batch
@@ -184,36 +192,6 @@ def test_a_batch_and_a_copied_prefix_give_the_same_blocks(
 
 OF_MUSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 OF_MUSE += ("head_dim", "rms_norm_eps", "max_position_embeddings", "block_size")
-CASES = [
-    ({"dflash_config": OF_DFLASH | {"mask_token_id": 300}}, "mask_token_id is 300, it must be a token below 272"),
-    ({"dflash_config": OF_DFLASH | {"mask_token_id": None}}, "mask_token_id is missing"),
-    ({"block_size": None}, "block_size is missing"),
-    ({"block_size": 1}, "block_size is 1, it must be between 2 and 65"),
-    ({"block_size": 90}, "block_size is 90, it must be between 2 and 65"),
-    ({"dflash_config": OF_DFLASH | {"use_swa": True}}, "dflash_config.use_swa True is not supported, only False"),
-    (
-        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 4]}},
-        r"fc.weight has 192 inputs, which are not 2 hidden states of width 64 \(layers \[1, 4\]\)",
-    ),
-    (
-        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 4, 8]}},
-        r"dflash_config.target_layer_ids is \[1, 4, 8\], it must be a list of layers from -1 to 7",
-    ),
-    (block_heads.DSPARK | {"markov_head_type": "other"}, "markov_head_type is 'other', it must be one of"),
-    (block_heads.DSPARK | {"markov_head_type": "gated"}, r"holds no tensor 'markov_head.gate_proj.weight'"),
-]
-
-
-@pytest.mark.parametrize(("changes", "said"), CASES)
-def test_a_head_that_does_not_fit_is_refused(
-    changes: dict[str, Any], said: str, targets: dict[str, Loaded], tmp_path: Path
-) -> None:
-    config = block_config(**changes)
-    plain = {name: value for name, value in config.items() if name != "markov_head_type"}
-    path = block_heads.write_folder(tmp_path / "head", config, block_tensors(plain))
-    with pytest.raises(UserError, match=said) as error:
-        load(targets, path)
-    assert str(path) in str(error.value)
 
 
 def test_layers_without_ids_are_spread_evenly(targets: dict[str, Loaded], tmp_path: Path) -> None:
@@ -318,3 +296,56 @@ def test_speculators_own_modules_compute_the_same(variant: str) -> None:
     slot = before.shape[1] - 1
     base = reference.outputs(hidden, ANCHOR)[slot] @ tensors["lm_head.weight"].numpy().T
     assert np.abs(base + bias - reference.below(hidden, last)[0]).max() < 1e-3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_model(model_folder(tmp_path_factory.mktemp("jetspec"), "target", num_hidden_layers=LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal", "block"),
+    [
+        ({"dflash_config": JETSPEC}, True, BLOCK),
+        ({"dflash_config": JETSPEC | {"draft_shift": True}}, True, BLOCK - 1),
+        ({"dflash_config": JETSPEC | {"causal_head": False}}, False, BLOCK),
+        ({"architectures": ["JetSpecDraftModel"]}, True, BLOCK),
+    ],
+)
+def test_a_head_is_known_by_its_field_or_its_name(
+    changes: dict[str, Any], causal: bool, block: int, target: Loaded, tmp_path: Path
+) -> None:
+    head = load_draft(write_block(tmp_path / "head", **changes), target, dtype="int8")
+    spec = head.model.spec
+    assert (spec.kind, head.drafter, spec.causal, spec.block) == ("jetspec", "block", (causal, causal), block)
+    assert spec.num_drafted == BLOCK - 1
+
+
+def test_contradictions_are_refused(target: Loaded, tmp_path: Path) -> None:
+    path = write_block(tmp_path / "head", dflash_config=JETSPEC, causal_head=False)
+    with pytest.raises(UserError, match=r"causal_head is False, but dflash_config\.causal_head is True"):
+        load_draft(path, target)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_tree_has_the_best_paths(width: int) -> None:
+    """Expanding the best node each time gives the same as picking from the product of all slots, and no level has to be
+    wide."""
+    random, vocab, depths = np.random.default_rng(width), 6, 4
+    log_q = np.log(random.dirichlet(np.ones(vocab) * 0.3, depths))
+    state = OfferState(Request((1, 2), Greedy(), 20))
+    state.directives = UNRESTRICTED
+    tree = TokenTree(2)
+
+    def logits_of(job: int, depth: int, nodes: Any) -> SparseLogits:
+        return SparseLogits(log_q[[depth] * len(nodes)].astype(np.float32), None, vocab)
+
+    ChildAdder(width, 256, "1").add_best_first([ExpansionJob(state, tree, [0])], depths, logits_of)
+    parents = sorted(set(tree.parents[1:]))
+    assert len(parents) == depths * width
+    expanded = {tuple(tree.path_tokens(node)) for node in parents}
+    every = [path for length in range(depths) for path in itertools.product(range(vocab), repeat=length)]
+    scores = {path: sum(log_q[slot, token] for slot, token in enumerate(path)) for path in every}
+    offered = {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+    best = sorted((path for path in every if path in offered), key=lambda path: -scores[path])[: depths * width]
+    assert expanded == set(best)

@@ -177,7 +177,7 @@ def test_every_kind_of_layer_by_kernels(config: Any, dtype: torch.dtype) -> None
 
 def test_a_loop_writes_the_engines_answers() -> None:
     """In float32, where the batch hardly rounds: all but near ties."""
-    import test_distill_writer as writing
+    import test_distill_text as writing
 
     tensor = writing.TENSORS.__getitem__
     model = gpu.captured("fused", writing.reference.TINY, tensor, device="cuda", exact=False)

@@ -1,25 +1,37 @@
-"""`outpace distill`, stage text: what the target is asked, what it writes, and what is kept of it."""
+"""`outpace distill`, stage text: prompts, also of the target's own, the writer, and what is kept of what it writes."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from distill_files import prompts_file, settings
+import reference
+import torch
+from distill_files import prompts_file, run_command, settings, target_folder
 from distill_files import target as target
+from files import set_fields
 
 from outpace.core.errors import UserError
-from outpace.distill import prompts
+from outpace.distill import prompts, text
+from outpace.distill import text as writing
 from outpace.distill.batches import frequent_tokens, read_samples
 from outpace.distill.options import TEMPERATURES
-from outpace.distill.prompts import is_held_out
+from outpace.distill.prompts import is_held_out, read_prompts
 from outpace.distill.shards import TextFolder, read_shard, read_shards
-from outpace.distill.text import write_text
-from outpace.distill.writer import WriterOptions
+from outpace.distill.text import load_target, write_text
+from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, engine_answers, loop_answers
+from outpace.models.base import Model, chain
+from outpace.models.files.cache import exclusive_lock
+from outpace.models.files.checkpoint import Checkpoint
+from outpace.models.files.find import resolve
+from outpace.models.llama.cuda.runtime import GraphLlama
+from outpace.models.llama.cuda.writing_loop import WritingLoop
+from outpace.models.llama.native.binding import UnsupportedShape
+from outpace.models.llama.torch.runtime import Llama
 from outpace.models.text.tokenizer import Tokenizer
 
 
@@ -143,3 +155,221 @@ def test_held_out_answers_are_not_trained_on(write: Callable[..., TextFolder], t
     assert 2 in ids.tolist()
     written = np.concatenate([sample.tokens[sample.prompt :] for sample in train])
     assert np.isin(written, ids.numpy()).mean() > 0.5
+
+
+TENSORS = reference.random_tensors(reference.TINY)
+TARGET = Llama.from_tensors(reference.TINY, TENSORS.__getitem__)
+JOBS = [AnswerJob(5000 + n, tuple(range(1 + n, 4 + 2 * n)), (0.0, 0.8, 1.0)[n % 3]) for n in range(9)]
+STOP = frozenset({7})
+
+
+def written_by(rows: int, model: Model = TARGET) -> dict[int, WrittenAnswer]:
+    answers = engine_answers(model, STOP, WriterOptions(rows=rows, max_tokens=12, top=4), iter(JOBS))
+    return {answer.job.number: answer for answer in answers}
+
+
+def write_by_loop(rows: int, model: Model) -> dict[int, WrittenAnswer]:
+    assert isinstance(model, GraphLlama)
+    loop = WritingLoop(model, rows, max(len(job.prompt) for job in JOBS) + 12, 4)
+    answers = loop_answers(loop, STOP, WriterOptions(max_tokens=12, top=4), iter(JOBS))
+    return {answer.job.number: answer for answer in answers}
+
+
+@pytest.mark.parametrize("rows", [1, 4, 30])
+def test_a_loop_on_the_device_writes_the_engines_answers(rows: int) -> None:
+    """As a GPU does it, by the stand-in for its graphs."""
+    model = GraphLlama.from_tensors(reference.TINY, TENSORS.__getitem__, is_eager=True, exact=False)
+    expected, found = written_by(4), write_by_loop(rows, model)
+    assert sorted(found) == sorted(expected)
+    assert any(len(answer.tokens) < 12 for answer in found.values())
+    for number, answer in expected.items():
+        assert np.array_equal(answer.tokens, found[number].tokens)
+        assert np.array_equal(answer.top_ids, found[number].top_ids)
+        assert np.allclose(answer.top_log_p, found[number].top_log_p, atol=5e-3)
+
+
+def log_p(answer: WrittenAnswer) -> torch.Tensor:
+    """The target's log-probabilities before every token of an answer: [tokens, vocab]"""
+    tokens = [*answer.job.prompt, *answer.tokens.tolist()]
+    start = len(answer.job.prompt)
+    session = TARGET.open(len(tokens), len(tokens))
+    scores = TARGET.score([chain(session, tokens[:-1], range(start - 1, len(tokens) - 1))])
+    return torch.log_softmax(scores, -1)
+
+
+def test_an_answer_depends_on_its_job_alone() -> None:
+    together, alone = written_by(4), written_by(1)
+    assert sorted(together) == [job.number for job in JOBS]
+    for number, answer in alone.items():
+        assert np.array_equal(answer.tokens, together[number].tokens)
+        assert np.array_equal(answer.top_ids, together[number].top_ids)
+        assert len(answer.tokens) == 12 or answer.tokens[-1] == 7
+    assert len({answer.tokens.tobytes() for answer in alone.values()}) > 3
+
+
+def test_what_the_target_thought() -> None:
+    for answer in written_by(3).values():
+        best, ids = log_p(answer).topk(4)
+        assert np.array_equal(answer.top_ids, ids.numpy())
+        assert np.allclose(answer.top_log_p, best.numpy(), atol=5e-3), "float16 rounds to 2^-11"
+        if answer.job.temperature == 0.0:
+            assert np.array_equal(answer.tokens, ids[:, 0].numpy())
+
+
+@pytest.mark.parametrize(("dtype", "distance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_without_exact_mode_it_stays_near(dtype: torch.dtype, distance: float) -> None:
+    model = Llama.from_tensors(reference.TINY, TENSORS.__getitem__, dtype=dtype, exact=False)
+    found = written_by(5, model).values()
+    near = [log_p(a).gather(1, torch.from_numpy(a.top_ids).long()) - torch.from_numpy(a.top_log_p) for a in found]
+    assert float(torch.cat(near).abs().mean()) < distance
+
+
+def test_a_target_of_a_shape_that_the_kernels_refuse_runs_by_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = target_folder(tmp_path / "target")
+    opened: list[str] = []
+    whole = text.load_model
+
+    def noted(*given: object, **options: object) -> object:
+        opened.append(str(options["runtime"]))
+        if options["runtime"] == "native":
+            raise UnsupportedShape("head_dim is 7")
+        return whole(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(text, "load_model", noted)
+    model = load_target(folder, "cpu")
+    assert isinstance(model, Llama)
+    assert not model.exact, "training text needs no exact mode"
+    assert opened == ["native", "llama"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "model_type 'gemma'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, changes: dict[str, object], named: str) -> None:
+    other = target_folder(tmp_path / "other", **changes)
+    with Checkpoint.open(other) as checkpoint, pytest.raises(UserError, match=named):
+        checkpoint.read_config()
+
+
+@pytest.mark.parametrize(("name", "value"), [("rows", 0), ("max_tokens", 0), ("top", 0), ("seed", -1)])
+def test_a_wrong_option_is_named(name: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"{name} is {value}"):
+        WriterOptions(**{name: value})
+
+
+SMALL = WriterOptions(rows=8, max_tokens=12, top=4)
+
+
+def write_messages(target: Path, number: int, folder: Path) -> list[str]:
+    said: list[float] = []
+    file = writing.write_prompts(
+        target, number, folder, SMALL, "cpu", lambda stage, figures: said.append(figures["prompts"])
+    )
+    assert said == sorted(said)
+    return read_prompts(file)
+
+
+class ScriptedWriter:
+    """A writer with given answers, which records its jobs."""
+
+    def __init__(self, texts: list[str], target: Path) -> None:
+        self._texts, self._tokenizer, self.jobs = texts, Tokenizer.from_folder(target), list[AnswerJob]()
+
+    def __call__(self, *arguments: Any) -> Iterator[WrittenAnswer]:
+        jobs: Iterator[AnswerJob] = arguments[-1]
+        end = min(self._tokenizer.stop_ids)
+        for message, job in zip(self._texts, jobs, strict=False):
+            self.jobs.append(job)
+            is_cut = message.startswith("CUT")
+            ids = [*self._tokenizer.continuation(message), *([] if is_cut else [end])]
+            top = np.zeros((len(ids), 1))
+            yield WrittenAnswer(job, np.array(ids), top, top)
+
+
+def test_whole_messages_are_kept_once_each(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ["hello world hello", "hello", "CUT hello world or well", "hello world hello", "well well or all he"]
+    writer = ScriptedWriter(told, target)
+    monkeypatch.setattr(writing, "write_answers", writer)
+    kept = [told[0], told[4]]
+    assert write_messages(target, 2, tmp_path) == kept
+    assert {job.temperature for job in writer.jobs} == {writing.TEMPERATURE}
+
+    assert write_messages(target, 2, tmp_path) == kept, "it has enough"
+    more = ScriptedWriter([told[0], "12 worlds or 12 hells"], target)
+    monkeypatch.setattr(writing, "write_answers", more)
+    assert write_messages(target, 3, tmp_path) == [*kept, "12 worlds or 12 hells"], "old prompts are not written again"
+    assert not {job.number for job in more.jobs} & {job.number for job in writer.jobs}
+
+
+def test_the_same_seed_writes_the_same(tmp_path: Path) -> None:
+    """The shipped model's: whole messages of its own."""
+    try:
+        model = resolve(None)
+    except UserError:
+        pytest.skip("the shipped model is not installed")
+    found = [write_messages(model, 3, tmp_path / name) for name in ("one", "two")]
+    assert found[0] == found[1]
+    assert all(len(text) >= writing.MIN_CHARACTERS for text in found[0])
+    assert len(set(found[0])) == 3
+
+
+def test_a_target_without_messages_or_a_template_is_an_error(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_MAX_TRIES", 5)
+    monkeypatch.setattr(writing, "write_answers", ScriptedWriter(["CUT hello world or well"] * 20, target))
+    with pytest.raises(UserError, match="of 5 messages that the target began, 0 ended as a user's message does"):
+        write_messages(target, 2, tmp_path)
+    bare = target_folder(tmp_path / "bare")
+    set_fields(bare, chat_template=None)
+    with pytest.raises(UserError, match="no chat template"):
+        write_messages(bare, 2, tmp_path)
+
+
+def test_prompts_begin_with_each_begin_in_rotation(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ScriptedWriter([" world or well he", " well or all or he"] * 2, target)
+    monkeypatch.setattr(writing, "write_answers", writer)
+    given = (SMALL, "cpu", lambda *_: None, ("hello", "lo"))
+    found = read_prompts(writing.write_prompts(target, 2, tmp_path, *given))
+    assert found == ["hello world or well he", "lo well or all or he"]
+    tokenizer = Tokenizer.from_folder(target)
+    heads = [tokenizer.decode(job.prompt) for job in writer.jobs[:2]]
+    assert heads[0].endswith("hello")
+    assert heads[1].endswith("lo")
+
+
+def test_two_processes_at_the_same_prompts(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused before it reads what is there, for the first goes on writing."""
+    monkeypatch.setattr(writing, "write_answers", ScriptedWriter(["hello world or well"] * 3, target))
+    command = ["--target", target, "--out", tmp_path, "--write-prompts", 1]
+    with exclusive_lock(tmp_path / "prompts.jsonl"):
+        assert run_command(*command) == 2
+        assert "another process is writing prompts in" in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "prompts.jsonl").exists()
+    assert run_command(*command) == 0
+    assert len(read_prompts(tmp_path / "prompts.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--write-prompts", "0"], "write_prompts is 0"),
+        (["--write-prompts", "3", "--evaluate", "x"], "exclude one another"),
+        (["--begin", "Write", "--tokens", "9"], "--begin is for --write-prompts"),
+    ],
+)
+def test_bad_input_is_an_error(
+    arguments: list[str], says: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("--target", target, "--out", tmp_path / "out", *arguments) == 2
+    assert says in " ".join(capsys.readouterr().err.split())

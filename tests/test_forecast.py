@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import run_command
 from forecast_checks import ToyForecaster
-from test_forecast_models import network
+from test_forecast_rules import network
 
 from outpace.core.errors import UserError
 from outpace.studies.timeseries.forecaster import Forecaster

@@ -1,9 +1,8 @@
-"""All kinds of heads: the forward against the formulas in every runtime, the same text, accepted drafts, refusals."""
+"""All kinds of heads: the forward against the formulas in every runtime, the same text, and accepted drafts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +16,12 @@ import pytest
 import slot_heads
 import torch
 from files import model_folder
-from heads import LAYERS, VOCAB, WIDTH, write_folder
-from safetensors.numpy import load_file, save_file
+from heads import LAYERS, VOCAB, WIDTH
 from test_block_heads import draft, reference_of, rows_of
 from test_block_heads import expected as expected_blocks
 from test_heads import distance, expected, tree_logits
 
 from outpace.api.llm import LLM
-from outpace.core.errors import UserError
 from outpace.models.base import Part, chain
 from outpace.models.heads import native as native_heads
 from outpace.models.llama.native import runtime as native_runtime
@@ -199,6 +196,7 @@ WRITERS: dict[str, Callable[[Path], Path | str]] = {  # heads of random weights
     "peagle": partial(heads.write_head, **heads.P_EAGLE),
     "dflash": block_heads.write_block,
     "jetspec": partial(block_heads.write_block, **block_heads.VARIANTS["jetspec"]),
+    "sliding": partial(block_heads.write_block, **block_heads.VARIANTS["sliding"]),
     "dspark": partial(block_heads.write_block, **block_heads.VARIANTS["dspark"]),
 }
 
@@ -275,16 +273,22 @@ def test_a_mistake_in_the_forward_is_far_away(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(
+    ("kind", "method", "runtime"),
+    [
+        *((kind, "speculative", runtime) for kind in WRITERS for runtime in RUNTIMES),
+        *((kind, "auto", runtime) for kind in ("eagle3", "dspark") for runtime in ("llama", "native")),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(
-    kind: str, runtime: str, temperature: float, targets: Any, tmp_path: Path
+    kind: str, method: str, runtime: str, temperature: float, targets: Any, tmp_path: Path
 ) -> None:
     target = targets[runtime, name_of(kind)]
     head = load_draft(WRITERS[kind](tmp_path / "head"), target)
-    asked = {"max_tokens": 30, "temperature": temperature, "seed": 5, "ignore_eos": True}
-    with LLM(target, head, method="speculative", profile=False) as llm:
-        assert llm.build_options.drafter == head.model.drafter
+    asked = {"max_tokens": 40, "temperature": temperature, "seed": 5, "ignore_eos": True}
+    options = {"trials": 1.0} if method == "auto" else {}  # tried although it does not pay
+    with LLM(target, head, method=method, profile=False, **options) as llm:
+        assert llm.build_options.drafter.split("+")[0] == head.model.drafter
         plain = [one.tokens for one in llm.generate([*PROMPTS], plain=True, **asked)]
         drafted = llm.generate([*PROMPTS], **asked)
     assert [one.tokens for one in drafted] == plain
@@ -314,14 +318,27 @@ def exact(folder: Path, name: str, **options: Any) -> tuple[Loaded, Loaded, dict
     return target, head, {"method": "speculative", "profile": False, "width": 1, **shape}
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": "eager"}, {"dtype": "bfloat16"}, {"dtype": "int8"}], ids=str)
-@pytest.mark.parametrize("name", EXACT)
-def test_a_head_that_is_right_by_construction_is_accepted(name: str, options: dict[str, str], tmp_path: Path) -> None:
+LOADED: list[dict[str, str]] = [{}, {"graphs": "eager"}, {"dtype": "bfloat16"}, {"dtype": "int8"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tree"),
+    [
+        *((name, options, {}) for name in EXACT for options in LOADED),
+        *((name, {"runtime": "transformers"}, {}) for name in ("good", "good block")),
+        ("good", {}, {"draft_length": 4, "width": 3, "nodes": 12}),
+        ("good block", {"dtype": "int8"}, {"width": 3}),
+    ],
+    ids=str,
+)
+def test_a_head_that_is_right_by_construction_is_accepted(
+    name: str, options: dict[str, str], tree: dict[str, int], tmp_path: Path
+) -> None:
     """Also by a request with the first one's text as its prefix, and by several answers."""
     target, head, shape = exact(tmp_path, name, **options)
     prompt = target.tokenizer.encode(PROMPTS[1] * 6)
     sampled = {"n": 2, "temperature": 0.5, "seed": 1}
-    with LLM(target, head, **shape) as llm:
+    with LLM(target, head, **shape | tree) as llm:
         for asked, more in ((prompt, {}), ([*prompt, *prompt[:7]], {}), (prompt, sampled)):
             plain = llm.generate([asked], plain=True, max_tokens=40, ignore_eos=True, **more)
             drafted = llm.generate([asked], max_tokens=40, ignore_eos=True, **more)
@@ -330,14 +347,21 @@ def test_a_head_that_is_right_by_construction_is_accepted(name: str, options: di
 
 
 @pytest.mark.parametrize("rule", ["rejection", "multi_round", "without_replacement"])
-@pytest.mark.parametrize("name", ["joined", "medusa", "slots"])
-def test_ratio_rules_judge_the_heads_draws(name: str, rule: str, tmp_path: Path) -> None:
-    target, head, _ = exact(tmp_path, name, dtype="int8")
+@pytest.mark.parametrize("name", ["good", "joined", "good block", "dspark", "medusa", "slots"])
+def test_ratio_rules_judge_the_heads_draws(name: str, rule: str, targets: Any, tmp_path: Path) -> None:
+    if name in EXACT:
+        target, head, _ = exact(tmp_path, name, dtype="int8")
+    else:
+        target = targets["native", "target"]
+        head = load_draft(WRITERS[name](tmp_path / "head"), target)
     asked = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     with LLM(target, head, method="speculative", profile=False, rule=rule) as llm:
         [one], [again] = llm.generate([PROMPTS[1]], **asked), llm.generate([PROMPTS[1]], **asked)
     assert one.tokens == again.tokens
-    assert one.figures.accepted > 0
+    assert one.figures.drafted > 0
+    assert one.figures.accepted > 0 or name == "dspark"
+    if (name, rule) == ("good", "rejection"):  # p and q are equal
+        assert one.figures.accepted > 0.9 * one.figures.drafted
 
 
 @pytest.mark.parametrize("runtime", ["llama", "native"])
@@ -355,127 +379,6 @@ def test_a_batch_and_a_copied_prefix_give_the_same_slots(runtime: str, targets: 
     found = model.score_sparse([Part(copied, tokens[7:], range(-1, 5), [5])])
     assert distance(np.asarray(found.to_dense()), together[0]) < 1e-4
     assert model.weight_bytes > 0
-
-
-Refused = tuple[dict[str, Any], dict[str, Any], str]
-MANY = "a head for 4096 tokens, and the target has 272 tokens in 272 rows"
-OTHER = {"verifier": {"name_or_path": "some/model", "architectures": ["Qwen3ForCausalLM"]}}
-REFUSED: dict[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray], list[Refused]]] = {
-    "eagle1": (
-        joined_heads.EAGLE1_CONFIG,
-        joined_heads.joined_tensors(joined_heads.VARIANTS["bias"]),
-        [
-            ({"bias": True}, {"fc.bias": None}, "holds no tensor 'fc.bias'"),
-            ({"bias": False}, {}, "holds the tensor 'fc.bias', which its config.json does not call for"),
-            (
-                {},
-                {"fc.weight": np.zeros((WIDTH, WIDTH), np.float32)},
-                r"'fc.weight' has shape \[64, 64\], expected \[64, 128\]",
-            ),
-            ({}, {"layers.0.mlp.up_proj.weight": None}, "holds no tensor 'layers.0.mlp.up_proj.weight'"),
-            ({"hidden_size": 128, "head_dim": 16}, {}, r"has shape \[64, 128\], expected \[128, 256\]"),
-            ({"vocab_size": 4096}, {}, MANY),
-        ],
-    ),
-    "medusa": (
-        medusa_heads.MEDUSA_CONFIG,
-        medusa_heads.medusa_tensors(),
-        [
-            ({"medusa_num_heads": 4}, {}, "holds no tensor 'lm_heads.3.weight'"),
-            ({"medusa_num_heads": "x"}, {}, "medusa_num_heads is 'x'"),
-            ({"medusa_num_layers": 3}, {}, r"holds no tensor 'blocks.0.layers.2.weight'"),
-            ({"medusa_num_layers": 10**9}, {}, "medusa_num_layers is 1000000000, but the weight files hold 15 tensors"),
-            ({}, {"0.2.weight": np.zeros(9, np.float32)}, r"'lm_heads.0.weight' has shape \[9\], it must be a matrix"),
-            ({}, {"0.0.linear.bias": None}, r"holds no tensor 'blocks.0.layers.0.bias'"),
-            ({}, {"0.2.weight": None}, r"holds no tensor 'lm_heads.0.weight'"),
-            ({}, {"1.2.weight": np.zeros((9, WIDTH), np.float32)}, r"has shape \[9, 64\], expected \[272, 64\]"),
-            (
-                {},
-                {"token_map": np.zeros(9, np.float32)},
-                "holds the tensor 'token_map', which its config",
-            ),
-            ({}, medusa_heads.medusa_tensors(vocab=4096), MANY),
-            ({}, medusa_heads.medusa_tensors(width=32), "reads hidden states of width 32, and the target's have 64"),
-        ],
-    ),
-    "specformer": (
-        slot_heads.CONFIG,
-        slot_heads.slot_tensors(slot_heads.CONFIG),
-        [
-            ({"num_slots": None}, {}, "num_slots is missing"),
-            ({"num_slots": 0}, {}, "num_slots is 0, it must be a whole number of at least 1"),
-            ({"num_slots": 65}, {}, "num_slots is 65, it must be at most 64"),
-            ({"num_slots": 5}, {}, r"'slots.weight' has shape \[256, 64\], expected \[320, 64\]"),
-            ({"num_hidden_layers": 2}, {}, "num_hidden_layers is 2, and SpecFormer has one layer"),
-            ({"aux_hidden_state_layer_ids": [0, 4, 8]}, {}, r"256 inputs, which are not 3 hidden states of width 64"),
-            (
-                {"aux_hidden_state_layer_ids": [0, 4, 8, 9]},
-                {},
-                r"is \[0, 4, 8, 9\], it must be a list of layers from 0",
-            ),
-            ({"hidden_size": 32}, {}, "hidden_size is 32, and the target's is 64"),
-            ({"vocab_size": 4096}, {}, MANY),
-            ({}, {"embed_norm.weight": None}, "holds no tensor 'embed_norm.weight'"),
-            ({}, {"norm.weight": np.ones(WIDTH, np.float32)}, "holds the tensor 'norm.weight', which its config.json"),
-            (
-                {"speculators_config": OTHER},
-                {},
-                r"was trained for a Qwen3ForCausalLM \(some/model\), and the target is a LlamaForCausalLM",
-            ),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(("kind", "number"), [(kind, n) for kind, its in REFUSED.items() for n in range(len(its[2]))])
-def test_a_head_that_does_not_fit_is_refused(kind: str, number: int, targets: Any, tmp_path: Path) -> None:
-    config, whole, rows = REFUSED[kind]
-    changes, tensors, said = rows[number]
-    held = {name: one for name, one in {**whole, **tensors}.items() if one is not None}
-    path = write_folder(tmp_path / "head", {**config, **changes}, held)
-    with pytest.raises(UserError, match=said) as error:
-        load_draft(path, targets["llama", "target"])
-    assert str(path) in str(error.value)
-
-
-def test_more_layers_than_tensors_are_refused_at_once(targets: Any, tmp_path: Path) -> None:
-    path = joined_heads.write_eagle1(tmp_path / "head", layout="speculators", num_hidden_layers=10**9)
-    with pytest.raises(UserError, match="num_hidden_layers is 1000000000, but the weight files hold 10 tensors"):
-        load_draft(path, targets["llama", "target"])
-
-
-def test_targets_without_what_is_needed_are_refused(targets: Any, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="target has no MTP layer that outpace runs: checkpoints of MiMo-7B and"):
-        load_draft("mtp", targets["llama", "target"])
-    other = load_model(folder / "target", runtime="transformers", dtype="float32")
-    for kind in ("eagle1", "specformer"):
-        with pytest.raises(UserError, match=r"reads the hidden states after layer 8, and TransformersModel .* layer 7"):
-            load_draft(WRITERS[kind](tmp_path / kind), other)
-    torn = joined_heads.write_mimo(tmp_path)
-    kept = {name: one for name, one in load_file(torn / "model.safetensors").items() if "mtp" not in name}
-    save_file(kept, torn / "model.safetensors")
-    with pytest.raises(UserError, match="has no MTP layer that outpace runs"):
-        load_draft("mtp", load_model(torn, dtype="float32"))
-    config = json.loads((torn / "config.json").read_text())
-    (torn / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
-    with pytest.raises(UserError, match="has no MTP layer"):
-        load_draft("mtp", load_model(torn, dtype="float32"))
-
-
-def test_methods_and_drafters_that_cannot_run_a_head_are_refused(targets: Any, tmp_path: Path) -> None:
-    target = targets["native", "target"]
-    head = load_draft(slot_heads.write_slots(tmp_path / "head"), target)
-    for options, said in (
-        ({"method": "card"}, "drafter specformer needs to see the target's passes"),
-        ({"drafter": "eagle"}, "drafter eagle does not run .*, which is a trained head: use drafter specformer"),
-    ):
-        with pytest.raises(UserError, match=said):
-            LLM(target, head, profile=False, **options)
-    with pytest.raises(UserError, match="drafter specformer needs a SpecFormer head for the target"):
-        LLM(target, drafter="specformer", method="speculative", profile=False)
-    with LLM(target, head, method="speculative", profile=False, head_window=3) as llm:
-        plain, drafted = (llm.generate(PROMPTS[1], plain=plain, max_tokens=20)[0].tokens for plain in (True, False))
-    assert drafted == plain
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": "eager"}, {"dtype": "int8"}], ids=str)

@@ -22,9 +22,8 @@ from outpace.distill.options import DistillOptions
 from outpace.distill.run import check, distill
 from outpace.distill.shards import TextFolder
 from outpace.distill.student import PackedTarget
-from outpace.distill.taps import LEVELS, tap_list
 from outpace.distill.train import Trainer, TrainOptions, agreement, read_curve
-from outpace.distill.writer import AnswerJob, WriterOptions, engine_answers
+from outpace.distill.writer import LEVELS, AnswerJob, WriterOptions, engine_answers, tap_list
 from outpace.models.load import load_model
 
 TAPS, LENGTH = (1, 3, 4), 96

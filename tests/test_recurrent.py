@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import recurrent
 import torch
+import transformers
+from files import write_gguf
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -79,6 +82,28 @@ def test_a_gguf_file_gives_the_same_logits(pairs: Callable[[str], Pair], name: s
     sizes = model.config.recurrence
     is_reordered = sizes.value_heads != sizes.key_heads and name != "next"
     assert sizes.is_tiled == is_reordered
+
+
+def test_a_checkpoint_with_a_vision_model_gives_the_language_models_logits(tmp_path: Path) -> None:
+    """LFM2-VL; the vision model is ignored with a notice."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Lfm2VlConfig(
+        text_config=recurrent.LFM | {"model_type": "lfm2"}, vision_config=vision | {"patch_size": 4, "num_patches": 16}
+    )
+    torch.manual_seed(0)
+    model = transformers.Lfm2VlForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "language_model" in name:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        expected = model(input_ids=torch.tensor([TEXT])).logits[0]
+    model.save_pretrained(tmp_path)
+    loaded = load_model(recurrent.with_tokenizer(tmp_path), dtype="float32")
+    got = loaded.model.score([chain(loaded.model.open(100, 100), TEXT, range(len(TEXT)))])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert loaded.notice is not None
+    assert "tensors of other models in the files were ignored: multi_modal_projector, vision_tower" in loaded.notice
 
 
 LLAMA_CPP = [
@@ -407,6 +432,70 @@ def test_configs_of_lfm2_that_contradict_themselves_are_refused(changes: dict[st
     given = recurrent.LFM | {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"]}
     with pytest.raises(UserError, match=words):
         from_dict(given | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("grouped", {"linear_num_value_heads": 6}, r"in_proj_qkv.weight' has shape \[64, 64\], .*_value_heads 6"),
+        ("grouped", {"linear_conv_kernel_dim": 5}, r"shape \[64, 1, 4\], expected \[64, 1, 5\] .*conv_kernel_dim 5"),
+        ("lfm2", {"conv_L_cache": 4}, r"shape \[64, 1, 3\], expected \[64, 1, 4\] .*conv_L_cache 4"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, r"layers.1.conv.in_proj.*, which a model with layer_types\[1\] 'conv'"),
+        (
+            "grouped",
+            {"layer_types": None, "full_attention_interval": 2},
+            "layers.1.self_attn.q_proj.weight', which a model with full_attention_interval 2 has",
+        ),
+    ],
+)
+def test_configs_that_contradict_the_tensors_are_refused(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    for file in pairs(name).folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("grouped", {"ssm.conv_kernel": 5}, r"shape \[64, 4\], expected \[64, 5\] .*ssm.conv_kernel 5"),
+        ("grouped", {"ssm.group_count": 1}, r"has shape .64, 4., expected .48, 4. .*ssm.group_count 1"),
+        ("grouped", {"full_attention_interval": 0}, "full_attention_interval is 0, it must be a whole number above 0"),
+        ("grouped", {"full_attention_interval": 2}, r"'blk.1.*with attention in layer 1 \(full_attention_inter"),
+        (
+            "grouped",
+            {"attention.recurrent_layers": [True, False]},
+            "attention.recurrent_layers has 2 entries, it must have one for each of 4 layers",
+        ),
+        ("lfm2", {"shortconv.l_cache": 4}, r"shape \[64, 3\], expected \[64, 4\] .*shortconv.l_cache 4"),
+        (
+            "lfm2",
+            {"attention.head_count_kv": [0, 0, 0, 2]},
+            r"'blk.1.attn_.*a recurrence in layer 1 \(attention.head_count_kv \[0, 0, 0, 2\]\)",
+        ),
+    ],
+)
+def test_gguf_files_that_contradict_their_tensors_are_refused(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str, changes: dict[str, Any], words: str
+) -> None:
+    file = recurrent.write_gguf(pairs(name).folder, tmp_path / "a.gguf", name, **changes)
+    with pytest.raises(UserError, match=words):
+        GgufCheckpoint(file)
+
+
+@pytest.mark.parametrize("name", ["qwen4exp", "lfm3", "gemma3n"])
+def test_gguf_files_of_related_architectures_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf", architecture=name)
+    with pytest.raises(
+        UserError, match=rf"a.gguf has the architecture '{name}', which is not supported: its? \w+ "
+    ) as found:
+        load_model(file)
+    assert str(found.value).count(name) == 1
 
 
 def test_the_last_layer_is_no_layer_for_more_tokens(pairs: Callable[[str], Pair], tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ struct RecurrentWeights {
 /// committed one.
 struct WalkStep {
     int from, place, to, row;
+
+    /// Whether this step only takes a further node into the state that `other` makes.
+    bool continues(const WalkStep& other) const { return place >= 0 && from == other.to && to == other.to; }
 };
 
 /// The rows of a session in a pass, and the walk through its tree: first the accepted nodes, then depth first.

@@ -127,6 +127,8 @@ inline void prepare_head(const Recur& task, const Sequence& sequence, int key_he
     }
 }
 
+constexpr int kFolds = 4;  // nodes that are taken in together
+
 /// A node that is taken in, in one value head.
 struct Fold {
     float decay;
@@ -141,23 +143,22 @@ struct Probe {
     float* delta;
 };
 
-/// Takes a node in, if `Folds`, in V times 16 columns of a state, and computes a row from the result, if `Probes`.
-template <int V, bool Folds, bool Probes>
-inline void walk_step(const float* from, float* to, int depth, const Fold& node, const Probe& row) {
-    Floats deltas[V], by_key[V], by_query[V];
-    for (int v = 0; v < V; ++v) {
-        if constexpr (Folds) deltas[v] = Floats::load(node.delta + v * kLanes);
-        by_key[v] = by_query[v] = Floats::all(0.0f);
-    }
-    const Floats decay = Floats::all(Folds ? node.decay : 0.0f);
+/// Takes `Folds` nodes in, one after the other, in V times 16 columns of a state, and computes a row from the result, if
+/// `Probes`. A state is loaded and stored once for all of them.
+template <int V, int Folds, bool Probes>
+inline void walk_step(const float* from, float* to, int depth, const Fold* nodes, const Probe& row) {
+    Floats by_key[V], by_query[V];
+    for (int v = 0; v < V; ++v) by_key[v] = by_query[v] = Floats::all(0.0f);
     for (int i = 0; i < depth; ++i)
         for (int v = 0; v < V; ++v) {
             const int at = (v * depth + i) * kLanes;
             Floats entries = Floats::load(from + at);
-            if constexpr (Folds) {
-                entries = fma(Floats::all(node.key[i]), deltas[v], entries * decay);
-                entries.store(to + at);
+            for (int n = 0; n < Folds; ++n) {
+                const Fold& node = nodes[n];
+                const Floats delta = Floats::load(node.delta + v * kLanes);
+                entries = fma(Floats::all(node.key[i]), delta, entries * Floats::all(node.decay));
             }
+            if constexpr (Folds > 0) entries.store(to + at);
             if constexpr (Probes) {
                 by_key[v] = fma(Floats::all(row.key[i]), entries, by_key[v]);
                 by_query[v] = fma(Floats::all(row.query[i]), entries, by_query[v]);
@@ -172,6 +173,15 @@ inline void walk_step(const float* from, float* to, int depth, const Fold& node,
         }
 }
 
+/// Walks a step with this number of nodes, at most `Folds`.
+template <int V, bool Probes, int Folds = kFolds>
+inline void walk_nodes(const float* from, float* to, int depth, const Fold* nodes, int count, const Probe& row) {
+    if (count == Folds)
+        walk_step<V, Folds, Probes>(from, to, depth, nodes, row);
+    else if constexpr (Folds > 0)
+        walk_nodes<V, Probes, Folds - 1>(from, to, depth, nodes, count, row);
+}
+
 /// Walks V times 16 columns of a value head, from `column` on. `states`: space for the walk's states.
 template <int V>
 inline void walk_columns(const Recur& task, const Sequence& sequence, int key_head, int head, int column,
@@ -180,29 +190,29 @@ inline void walk_columns(const Recur& task, const Sequence& sequence, int key_he
     const int depth = sizes.key_depth, query_at = key_head * depth, delta_at = head * sizes.value_depth + column;
     float* committed = task.state(sequence) + head * sizes.head_size() + column * depth;
     const auto state = [&](int number) { return number < 0 ? committed : states + number * V * kLanes * depth; };
-    for (int number = 0; number < sequence.steps; ++number) {
-        const WalkStep& step = task.steps[sequence.first_step + number];
-        if (task.folds_only && (step.place < 0 || step.to >= 0)) return;
-        Fold node{};
-        Probe row{};
-        if (step.place >= 0) {
-            const float* stashed = task.stash(sequence, step.place);
-            node = {stashed[sizes.decays_at() + head], stashed + sizes.keys_at() + query_at,
-                    stashed + sizes.deltas_at() + delta_at};
+    const WalkStep *step = task.steps + sequence.first_step, *end = step + sequence.steps;
+    for (; step < end; ++step) {
+        if (task.folds_only && (step->place < 0 || step->to >= 0)) return;
+        const float* from = state(step->from);
+        Fold nodes[kFolds];
+        int count = 0;
+        const auto take_in = [&] {
+            const float* stashed = task.stash(sequence, step->place);
+            nodes[count++] = {stashed[sizes.decays_at() + head], stashed + sizes.keys_at() + query_at,
+                              stashed + sizes.deltas_at() + delta_at};
+        };
+        if (step->place >= 0) take_in();
+        for (; step->row < 0 && count < kFolds && step + 1 < end && step[1].continues(*step); take_in()) ++step;
+        if (step->row < 0 || task.folds_only) {
+            walk_nodes<V, false>(from, state(step->to), depth, nodes, count, {});
+            continue;
         }
-        const bool probes = step.row >= 0 && !task.folds_only;
-        if (probes) {
-            float *x = task.mixed + step.row * task.stride, *strength = x + sizes.inputs_end() + head;
-            float* stashed = task.stash(sequence, task.places[step.row]);
-            row = {stashed + sizes.keys_at() + query_at, x + query_at, stashed[sizes.decays_at() + head], strength[0],
-                   strength[sizes.value_heads], x + 2 * sizes.key_width() + delta_at, stashed + sizes.deltas_at() + delta_at};
-        }
-        if (step.place < 0)
-            walk_step<V, false, true>(state(step.from), nullptr, depth, node, row);
-        else if (probes)
-            walk_step<V, true, true>(state(step.from), state(step.to), depth, node, row);
-        else
-            walk_step<V, true, false>(state(step.from), state(step.to), depth, node, row);
+        float *x = task.mixed + step->row * task.stride, *strength = x + sizes.inputs_end() + head;
+        float* stashed = task.stash(sequence, task.places[step->row]);
+        const Probe row{stashed + sizes.keys_at() + query_at, x + query_at, stashed[sizes.decays_at() + head],
+                        strength[0], strength[sizes.value_heads], x + 2 * sizes.key_width() + delta_at,
+                        stashed + sizes.deltas_at() + delta_at};
+        walk_nodes<V, true>(from, state(step->to), depth, nodes, count, row);
     }
 }
 

@@ -60,7 +60,13 @@ RECURRENT = (
         "fma(Floats::all(row.match), delta, by_query",
         "fma(Floats::all(0.0f), delta, by_query",
     ),
-    Mutation("a state does not decay", "recurrent.h", "deltas[v], entries * decay)", "deltas[v], entries)"),
+    Mutation("a state does not decay", "recurrent.h", "entries * Floats::all(node.decay))", "entries)"),
+    Mutation(
+        "nodes that are folded together are folded in another order",
+        "recurrent.h",
+        "const Fold& node = nodes[n];",
+        "const Fold& node = nodes[Folds - 1 - n];",
+    ),
     Mutation(
         "strengths ignore that inputs are rounded for all",
         "pass.cpp",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
-from outpace.distill.shards import read_shards
-from outpace.distill.taps import TAPS, StoredTaps, tap_list
+from outpace.distill.shards import StoredTaps, read_shards
+from outpace.distill.writer import TAPS, tap_list
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from outpace.distill.draft_shape import DraftShape
 from outpace.distill.evaluate import EvaluationOptions
 from outpace.distill.kinds import KINDS
 from outpace.distill.prompts import BUILT_IN
-from outpace.distill.taps import tap_list
 from outpace.distill.train import TrainOptions
-from outpace.distill.writer import WriterOptions
+from outpace.distill.writer import WriterOptions, tap_list
 from outpace.models.files.cache import exclusive_lock
 from outpace.models.files.find import shipped_model
 from outpace.models.heads.files import kind_of_head, open_head

@@ -5,17 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from outpace.core.errors import UserError
-from outpace.distill.taps import SCALES, TAPS, StoredTaps
-from outpace.distill.writer import WrittenAnswer
+from outpace.distill.writer import SCALES, TAPS, Taps, WrittenAnswer
 from outpace.models.files.cache import new_file
 
 MANIFEST = "manifest.json"
+
+
+class StoredTaps(NamedTuple):
+    """Where a shard holds the hidden states of one answer's tokens."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """Return float32 [tokens, layers * width]."""
+        opened = _open_shard(self.file)
+        return Taps(*(opened.get_slice(name)[self.start : self.stop] for name in (TAPS, SCALES))).floats()
+
+
+@lru_cache(maxsize=4096)
+def _open_shard(file: Path) -> Any:
+    """Open a shard, whose content is mapped and not read."""
+    from safetensors import safe_open
+
+    return safe_open(str(file), framework="np")
 
 
 @dataclass(frozen=True)

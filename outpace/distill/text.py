@@ -20,8 +20,7 @@ from outpace.distill.options import TEXT, DistillOptions, stage_lock
 from outpace.distill.progress_display import Progress, StageProgress
 from outpace.distill.prompts import collect, is_held_out, prompt_hash, read_prompts
 from outpace.distill.shards import TextFolder
-from outpace.distill.taps import TAPS, tap_list
-from outpace.distill.writer import AnswerJob, WriterOptions, WrittenAnswer, write_answers
+from outpace.distill.writer import TAPS, AnswerJob, WriterOptions, WrittenAnswer, tap_list, write_answers
 from outpace.models.base import Model, check_needs, runtime_name
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import locate, shipped_model

@@ -1,4 +1,4 @@
-"""Writes the target's answers by plain decoding, many at once, with their most likely tokens.
+"""Writes the target's answers by plain decoding, many at once, with their most likely tokens and its hidden states.
 
 It uses the engine, or on a GPU a captured loop that returns to the host every 16 steps and keeps no hidden states. An
 answer depends on its job alone, not on the other answers in the batch or on the order of the jobs. On a GPU, half
@@ -7,22 +7,33 @@ precisions round differently by batch size, so an answer with a near tie between
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from outpace.core import registry
+from outpace.core.drafting import Needs
 from outpace.core.machine import free_bytes
 from outpace.core.options import CheckedOptions, whole
 from outpace.core.sampling import Sampling
-from outpace.core.types import LogprobsOptions, Request
-from outpace.distill.taps import TapRecorder, Taps
+from outpace.core.tree import TokenTree
+from outpace.core.types import (
+    Capabilities,
+    Drafter,
+    DraftSource,
+    DraftState,
+    LogprobsOptions,
+    Observation,
+    Request,
+)
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
 from outpace.models.base import Model
 from outpace.models.llama.cuda.runtime import GraphLlama
 from outpace.models.llama.cuda.writing_loop import WritingLoop
+from outpace.models.llama.native.runtime import host_floats
 from outpace.rules.greedy import Greedy
 from outpace.rules.gumbel import Gumbel
 
@@ -31,6 +42,63 @@ _GREEDY, _GUMBEL = Greedy(), Gumbel()  # one of each, so that all answers share 
 STEPS = 16  # of the captured loop, after which finished answers are replaced by new ones
 MEMORY = 0.6  # share of a GPU's free memory that the loop may use
 _TEMPORARIES = 12  # numbers of 4 bytes that a step needs for each row and token of the vocabulary
+LEVELS = 127  # of int8, on each side of zero
+TAPS, SCALES = "taps", "tap_scales"  # tensors of a shard
+
+
+def tap_list(layers: Sequence[int]) -> str:
+    """Return layers as in `--taps`."""
+    return ",".join(map(str, layers))
+
+
+class Taps(NamedTuple):
+    """Hidden states, whose values are `levels` times `scales`."""
+
+    levels: np.ndarray  # int8 [tokens, layers, width]
+    scales: np.ndarray  # float32 [tokens, layers]
+
+    @classmethod
+    def quantise(cls, hidden: np.ndarray) -> Taps:
+        """Round float32 [layers, tokens, width] to int8; the largest magnitude of each row becomes LEVELS."""
+        rows = hidden.swapaxes(0, 1)
+        scales = np.abs(rows).max(-1) / np.float32(LEVELS)
+        return cls(np.rint(rows / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8), scales)
+
+    def floats(self) -> np.ndarray:
+        """Return float32 [tokens, layers * width]."""
+        return (self.levels * self.scales[..., None]).reshape(len(self.levels), -1)
+
+
+class TapRecorder(Drafter):
+    """Drafts nothing, and records the target's hidden states after the numbers of layers in `layers`."""
+
+    capabilities = Capabilities((DraftSource("taps"),))
+
+    def __init__(self, layers: tuple[int, ...], target: Any) -> None:
+        self.capabilities = replace(self.capabilities, needs=Needs(layers=layers, prompt=True))
+        self._parts: dict[int, list[Taps]] = {}  # by the id of the request; the first part is empty
+        shape = (0, len(layers), target.config.hidden_size)
+        self._empty = Taps(np.zeros(shape, np.int8), np.zeros(shape[:2], np.float32))
+
+    def open(self, request: Request) -> DraftState:
+        self._parts[id(request)] = [self._empty]
+        return DraftState(request)
+
+    def take(self, request: Request, tokens: int) -> Taps:
+        """Return what was recorded of a finished request, whose text has this many tokens, and forget it. The hidden
+        states of its last tokens are zero, as the target has not read them."""
+        parts = zip(*self._parts.pop(id(request)), strict=True)
+        levels, scales = (np.concatenate(arrays) for arrays in parts)
+        missing = tokens - len(levels)
+        return Taps(np.pad(levels, ((0, missing), (0, 0), (0, 0))), np.pad(scales, ((0, missing), (0, 0))))
+
+    def grow(self, states: Sequence[Any], trees: Sequence[TokenTree]) -> None:
+        """Add no nodes."""
+
+    def observe(self, state: DraftState, seen: Observation) -> None:
+        super().observe(state, seen)
+        if seen.seen is not None and seen.seen.hidden is not None:
+            self._parts[id(state.request)].append(Taps.quantise(host_floats(seen.seen.hidden)))
 
 
 @dataclass(frozen=True)

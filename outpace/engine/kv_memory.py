@@ -90,9 +90,10 @@ class KVMemory:
         needed, drafts = self._bytes(alone), self._drafts(alone)
         if needed > self.budget:
             with_drafts = f", {drafts / _GIB:.2f} of them for drafts" if drafts else ""
+            held = "keys, values and recurrent states" if self._target.state_bytes else "keys and values"
             raise UserError(
-                f"prompt and answer of {self._capacity(sequence)} tokens need {needed / _GIB:.2f} GiB of keys and"
-                f" values{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
+                f"prompt and answer of {self._capacity(sequence)} tokens need {needed / _GIB:.2f} GiB of"
+                f" {held}{with_drafts}, the budget is {self.budget / _GIB:.2f}: allow fewer tokens or a larger budget"
             )
 
     def has_room(self, sequence: TokenSequence) -> bool:

@@ -308,6 +308,11 @@ class LatencyCurve:
         bucket = _bucket(rows)
         return len(self._samples.get(bucket, ())) >= samples or bucket in self._profile
 
+    @property
+    def _timed(self) -> list[int]:
+        """The row counts that were timed often enough."""
+        return [rows for rows, samples in self._samples.items() if len(samples) >= MIN_SAMPLES]
+
     def seconds(self, rows: int) -> float:
         """Return the expected seconds of a round over `rows` rows, or 0 while nothing is known."""
         counts, known = self._curve or self._convex()
@@ -347,8 +352,7 @@ class LatencyCurve:
 
     def is_known(self, rows: int) -> bool:
         """Return whether a pass over at least `rows` rows was timed often enough."""
-        counts, _ = self._curve or self._convex()
-        return bool(counts) and rows <= counts[-1]
+        return rows <= max([*self._timed, *self._profile], default=0)
 
     def max_extra_rows(self, others: int) -> int:
         """Return how many rows a request may try besides its root, while other requests have `others` rows: a round may
@@ -371,7 +375,7 @@ class LatencyCurve:
         """Return the usual time of each row count, without what the tokens of texts take, and the scaled times of the
         profile for others. One timing counts only for fewer rows than were timed more often."""
         slope = self._context.slope
-        fewest = min((rows for rows, samples in self._samples.items() if len(samples) >= MIN_SAMPLES), default=inf)
+        fewest = min([*self._timed, *self._profile], default=inf)
         usual = {
             rows: below_median([seconds - slope * tokens for tokens, seconds in samples])
             for rows, samples in self._samples.items()

@@ -22,6 +22,7 @@ MAX_LOOKUP_CHANCE = 0.25
 _ROWS = 4  # rows over which the price of one more row is averaged
 # Factor on prices of waits for a worker: after a hit, the level would be there in the next round anyway.
 _WAIT_MARGIN = 1.5
+_MAX_DRAFTING = 1.5  # passes that the draft steps of a round take at most, so that tokens come steadily
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,21 @@ class Planner:
         if rows > 1 and costs.captures[""].seconds(context.requests, context.budget):
             levels = self._batch_plan(model).levels if drafting == context.requests else 1
             rows = min(rows, max(self._max_rows(levels) - 1, 1))
-        return min(self._options.deepest, context.budget - 1, rows)
+        return min(self._options.deepest, context.budget - 1, rows, self._max_steps(model))
+
+    def _max_steps(self, model: ModelSource) -> int:
+        """Return the most draft steps of a round: no more than take `_MAX_DRAFTING` times as long as the pass."""
+        step = self._costs.draft_seconds(model.source, self._context.requests) * self._context.requests
+        seconds = self._costs.pass_seconds(self._context.requests)
+        if not step or model.source.name == WORKER.name:
+            return self._options.deepest
+        return max(int(_MAX_DRAFTING * seconds / step), 1)
 
     def _batch_plan(self, model: ModelSource) -> BatchPlan:
         """Return the plan for all requests together, without the limit on rows that were never timed: the way to a
         depth that pays may lead through depths that do not."""
         if model.plan is None:
-            max_levels = min(self._options.deepest, self._context.budget - 1)
+            max_levels = min(self._options.deepest, self._context.budget - 1, self._max_steps(model))
             model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels)
         return model.plan
 

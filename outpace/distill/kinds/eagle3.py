@@ -90,15 +90,9 @@ class Eagle3Student(HeadStudent):
         return total / max(weights, 1.0)
 
     def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
-        """As in `Student`. An answer's first token is not drafted, so a chain that starts with it counts as wrong."""
-        best, slots = batch.labels.top[:, 0], (batch.packed.scored - 1).clamp_min(0)
-        return torch.stack(
-            [
-                follows(batch, 1) & (self._scores(outputs, slots).argmax(1) == best.roll(-step))
-                for step, outputs in enumerate(self.steps(batch.packed, length))
-            ],
-            1,
-        )
+        slots = (batch.packed.scored - 1).clamp_min(0)
+        outputs = self.steps(batch.packed, length)
+        return torch.stack(self.right_slots(batch, (self._scores(step, slots) for step in outputs)), 1)
 
     def steps(self, batch: PackedRows, count: int) -> list[Tensor]:
         """Run the layer once over the text, and `count` - 1 draft steps from every slot: outputs before the final norm,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from outpace.core.errors import UserError
+from outpace.distill.batches import TrainingBatch, follows
 from outpace.distill.draft_shape import LAYERS, DraftShape
 from outpace.distill.student import EMBEDDING, HEAD, Student, stored_tensors
-from outpace.distill.taps import tap_list
+from outpace.distill.writer import tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import SINGLE, Checkpoint
 from outpace.models.files.find import open_folder
@@ -96,6 +97,14 @@ class HeadStudent(Student):
         """Return the target's hidden states, each normed: [rows, length, taps * hidden]."""
         parts = taps.chunk(len(self.taps), -1)
         return torch.cat([self._normed(part, f"{prefix}fc_norm.{n}.weight") for n, part in enumerate(parts)], -1)
+
+    def right_slots(self, batch: TrainingBatch, scores: Iterable[Tensor]) -> list[Tensor]:
+        """Return for each slot's logits [scored, ids] whether its tokens are the target's likeliest: bool [scored].
+
+        An answer's first token is not drafted, so a chain that starts with it counts as wrong.
+        """
+        best, is_drafted = batch.labels.top[:, 0], follows(batch, 1)
+        return [is_drafted & (found.argmax(1) == best.roll(-slot)) for slot, found in enumerate(scores)]
 
     @classmethod
     def default_taps(cls, num_layers: int) -> tuple[int, ...]:

@@ -96,13 +96,8 @@ class SpecFormerStudent(HeadStudent):
         return total / max(weights, 1.0)
 
     def right_chains(self, batch: TrainingBatch, length: int) -> Tensor:
-        """As in `Student`. An answer's first token is not drafted, so a chain that starts with it counts as wrong."""
-        best = batch.labels.top[:, 0]
-        outputs = self.slots(batch.packed, (batch.packed.scored - 1).clamp_min(0))
-        right = [
-            follows(batch, 1) & (self._scores(outputs[:, slot]).argmax(1) == best.roll(-slot))
-            for slot in range(min(length, self.head.block))
-        ]
+        outputs = self.slots(batch.packed, (batch.packed.scored - 1).clamp_min(0)).unbind(1)
+        right = self.right_slots(batch, map(self._scores, outputs[:length]))
         return torch.stack(right + [torch.zeros_like(right[0])] * (length - len(right)), 1)
 
     def slots(self, batch: PackedRows, places: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from outpace.distill.draft_shape import LAYERS, SHIPPED, DraftShape, draft_confi
 from outpace.distill.kinds.head import DIGESTS, HeadStudent
 from outpace.distill.losses import LossOptions, loss
 from outpace.distill.student import TOKENIZER_FILES, Student, copy_files, stored_tensors
-from outpace.distill.taps import TAPS, tap_list
+from outpace.distill.writer import TAPS, tap_list
 from outpace.models.files.cache import replaced_folder
 from outpace.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_index
 from outpace.models.heads.config import STEERING

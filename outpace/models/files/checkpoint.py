@@ -54,6 +54,8 @@ NOTICES = "notices"  # config.json's outpace.notices: sentences about a GGUF fil
 EMBEDDING_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LAYER_FIELDS = ("full_attention_interval", "full_attn_idxs")  # which say where recurrent layers are
+MIXERS = (".linear_attn.", ".conv.", ".self_attn.")  # in the names of tensors
 OWN_PARTS = ("model.", "lm_head.")  # beginnings of the names of a language model's tensors
 UNUSED = re.compile(r"\.rotary_emb\.|(^|\.)mtp")  # tables that are computed, and layers for multi-token prediction
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -203,7 +205,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         for name, expected in shapes.items():
             entry, where = self._entry(name), f"{self.file_of(name)}: tensor {name!r}"
             if entry.shape != tuple(expected):
-                said = ", ".join(f"{field} {self.config[field]!r:.20}" for field in SIZES if field in self.config)
+                fields = [field for field in SIZES if field in self.config]
+                if any(mixer in name for mixer in MIXERS):
+                    fields += [field for field in self.config if field.startswith(("linear_", "conv_L"))]
+                said = ", ".join(f"{field} {self.config[field]!r:.20}" for field in fields)
                 reason = self._other_parts(name) or f" ({said})"
                 raise UserError(f"{where} has shape {list(entry.shape)}, expected {list(expected)}{reason}")
             if entry.kind not in (*DTYPES, MXFP4):
@@ -255,6 +260,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         elif layer and name.endswith(".bias") and family:
             place, fixed = ("mlp", family.mlp_bias) if ".mlp." in name else ("attention", family.qkv_bias)
             field = f"{place}_bias" if fixed is None else field
+        elif layer and family and family.recurrence and any(mixer in name for mixer in MIXERS):
+            kinds = self.config.get("layer_types")
+            if isinstance(kinds, list):  # as long as there are layers
+                return f"layer_types[{layer[1]}] {kinds[int(layer[1])]!r:.80}"
+            field = next((one for one in LAYER_FIELDS if one in self.config), field)
         return f"{field} {self.config.get(field)!r:.80}"
 
     def _other_parts(self, name: str) -> str:

@@ -90,6 +90,7 @@ def _kind(config: Mapping[str, Any], names: list[str]) -> str | None:
 
 TEXT_ARCHITECTURES = {  # checkpoint's model_type: its language model's
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "lfm2_vl": ("Lfm2ForCausalLM", "lfm2"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),

@@ -7,7 +7,7 @@ weights plus one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from outpace.models.files.gguf.header import GgufHeader, TensorEntry
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.llama.config import gemma, lfm2, phi, qwen35
 from outpace.models.llama.config.experts import SPLIT
-from outpace.models.llama.config.families import FAMILIES, GELU, check_known
+from outpace.models.llama.config.families import FAMILIES, GELU, why_refused
 from outpace.models.llama.config.fields import FULL, SLIDING, number, unknown_fields
 from outpace.models.llama.config.llama_config import LlamaConfig, from_dict, tensor_shapes
 from outpace.models.llama.config.rope import LARGEST_FACTOR, yarn_gain
@@ -169,6 +169,8 @@ SSM = {  # of a delta net: the names in config.json
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "all value heads' entries together",
 }
+FILTER = "shortconv.l_cache"
+RECURRENT_KINDS = ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe")
 OF_EXPERTS = {
     *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func", "expert_weights_norm"),
     "expert_weights_scale",
@@ -181,8 +183,8 @@ HONOURED_BY = {
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
     "qwen35moe": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},
     "qwen3next": {*SSM, *OF_EXPERTS, *SHARED, INTERVAL, RECURRENT, MTP_BLOCKS},
-    "lfm2": {"shortconv.l_cache"},
-    "lfm2moe": {*OF_EXPERTS, "shortconv.l_cache", "leading_dense_block_count"},
+    "lfm2": {FILTER},
+    "lfm2moe": {*OF_EXPERTS, FILTER, "leading_dense_block_count"},
 }
 HARMLESS = {
     "vocab_size": "the embedding's number of rows decides",
@@ -203,7 +205,8 @@ GEMMA_LONG, GEMMA_FACTOR = 131072, 8.0  # length of a text, and the factor of Ge
 OTHER_MODELS = ("v", "mm", "a")  # first parts of the names of tensors of a vision or audio model in the same file
 OTHER_KEYS = ("vision.", "mm.", "audio.")  # beginnings of its keys
 HEADS = ("eagle3", "dflash")  # architectures of trained heads
-SIZES = ("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv")
+KV_HEADS = "attention.head_count_kv"
+SIZES = ("embedding_length", "feed_forward_length", "attention.head_count", KV_HEADS)
 COMPUTED = ("attn_rot_embd",)  # parts of layers with tables that are computed
 UNSCALED = (0.0, 1.0)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -301,10 +304,14 @@ def _qwen35(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{start}ssm.inner_size is {inner}, it must be a multiple of the {heads} heads")
     layers, kv_heads = _num_layers(header, own), own.get("attention.head_count_kv")
     interval = own.get(INTERVAL, 4)
+    if type(interval) is not int or interval < 1:
+        raise UserError(f"{start}{INTERVAL} is {interval!r:.50}, it must be a whole number above 0")
     if isinstance(kv_heads, list):  # with 0 for recurrent layers
         listed, kv_heads = [not count for count in kv_heads], max(kv_heads, default=0)
     if not isinstance(listed, list):
-        listed = [(layer + 1) % interval != 0 for layer in range(layers)] if type(interval) is int and interval else []
+        listed = [(layer + 1) % interval != 0 for layer in range(layers)]
+    elif len(listed) not in (layers, own["block_count"]):
+        raise UserError(f"{start}{RECURRENT} has {len(listed)} entries, it must have one for each of {layers} layers")
     return {
         **{"model_type": qwen35.MODEL_TYPE, "num_hidden_layers": layers, "num_key_value_heads": kv_heads},
         "layer_types": [qwen35.LINEAR if is_recurrent else FULL for is_recurrent in listed[:layers]],
@@ -392,7 +399,7 @@ def _lfm2(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": lfm2.MODEL_TYPE,
         "num_key_value_heads": attending.pop(),
         "layer_types": [FULL if count else lfm2.CONV for count in counts],
-        "conv_L_cache": own.get("shortconv.l_cache"),
+        "conv_L_cache": own.get(FILTER),
         "norm_eps": shortest_decimal(own["attention.layer_norm_rms_epsilon"]),
         "block_auto_adjust_ff_dim": False,
         **_no_window(header, own),
@@ -494,7 +501,8 @@ def _unsupported(architecture: Any, path: object) -> UserError:
     """Return the error for an architecture that is not read."""
     from gguf.constants import MODEL_ARCH_NAMES
 
-    check_known(architecture)
+    if reason := why_refused(architecture):
+        return UserError(f"{path} has the architecture {architecture!r}, which is not supported: {reason}")
     if architecture in HEADS:
         return UserError(f"{path} is a trained head ({architecture}), which drafts for another model: name it as draft")
     is_encoder = any(part in str(architecture) for part in ("bert", "encoder", "embedding"))
@@ -609,7 +617,8 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
     change a text and is not part of the model."""
     expected, sources = tensor_shapes(config), dict[str, str]()
     parts = GEMMA_PARTS if config.sandwich_norms else PHI_PARTS if config.fused else LAYER_PARTS
-    parts, outer = (RECURRENT_PARTS if config.recurrence else parts), OUTER_PARTS
+    is_hybrid, outer = prefix[:-1] in RECURRENT_KINDS, OUTER_PARTS
+    parts = RECURRENT_PARTS if is_hybrid else parts
     if config.experts:
         parts = EXPERT_PARTS | parts
     if prefix in ("lfm2.", "lfm2moe."):
@@ -631,7 +640,7 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
                 matrices = len(EXPERT_STACKS[inner[1]])
                 shape = (config.experts.count, matrices * shape[0], *shape[1:])
             if entry.shape != shape:
-                said = ", ".join(f"{key} {own[key]!r:.20}" for key in (*SIZES, *sorted(OF_EXPERTS)) if key in own)
+                said = _said(own, (*SIZES, *SSM, FILTER, *sorted(OF_EXPERTS)))
                 found = f"has shape {list(entry.shape)}, expected {list(shape)} ({said})"
                 raise UserError(f"{header.path}: tensor {name!r} {found}")
             sources |= dict.fromkeys([target, *others], name)
@@ -640,11 +649,19 @@ def _sources(header: GgufHeader, config: LlamaConfig, prefix: str, own: Mapping[
         elif not name.endswith(".bias") or entry.raw().any():
             is_beyond = first == "blk" and inner[0].isdecimal() and int(inner[0]) >= config.num_layers
             label = layers if is_beyond else f"the architecture {prefix[:-1]}"
+            if is_hybrid and first == "blk" and inner[0].isdecimal() and not is_beyond:
+                mixer = "a recurrence" if config.is_recurrent(int(inner[0])) else "attention"
+                label = f"{mixer} in layer {inner[0]} ({_said(own, (RECURRENT, INTERVAL, KV_HEADS))})"
             raise UserError(f"{header.path}: tensor {name!r} is not supported: a model with {label} has none such")
     missing = next((target for target in expected if target not in sources), None)
     if missing is not None:
         raise UserError(f"{header.path} holds no tensor for {missing!r}, which a model with {layers} has")
     return sources
+
+
+def _said(own: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Return what the file says under these keys."""
+    return ", ".join(f"{key} {own[key]!r:.50}" for key in keys if key in own)
 
 
 def _target_names(name: str, entry: TensorEntry, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> list[str]:

@@ -232,7 +232,8 @@ def model_type_of(config: Fields) -> str:
     model_type = config.get("model_type") or by_architecture.get(named[0] if named else "")
     if model_type is None and named:
         raise unsupported_field(f"architectures {named!r:.200} (only {', '.join(sorted(by_architecture))})")
-    check_known(model_type)
+    if reason := why_refused(model_type):
+        raise unsupported_field(f"the architecture {model_type}: {reason}. It")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unsupported_field(f"model_type {model_type!r:.80} (only {', '.join(sorted(FAMILIES))})")
     expected = FAMILIES[model_type].architecture
@@ -242,11 +243,10 @@ def model_type_of(config: Fields) -> str:
     return model_type
 
 
-def check_known(name: object) -> None:
-    """Raise UserError, with the reason, for an architecture that is known and not run."""
-    for refused, reason in REFUSED.items():
-        if str(name).removesuffix("_text").replace("_", "") == refused.replace("_", ""):
-            raise unsupported_field(f"the architecture {name}: {reason}. It")
+def why_refused(name: object) -> str | None:
+    """Return why an architecture that is known is not run; None for others."""
+    spelled = str(name).removesuffix("_text").replace("_", "")
+    return next((reason for one, reason in REFUSED.items() if one.replace("_", "") == spelled), None)
 
 
 def ties_embeddings(config: Fields) -> bool:
