@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mutation_checks import Mutation, Original
-from part_mutations import mutation
+from part_mutations import mutations
 
 from outpace.core.types import Adjustments
 from outpace.engine.earlier_texts import HashedTokens
@@ -20,67 +20,63 @@ CUTS = "test_encoder_decoder.py::test_a_session_starts_from_another_and_is_cut_a
 CONFIG = "test_encoder_decoder.py::test_the_generation_config_is_followed"
 
 
-def of_another_request(encode: Original) -> Original:
+READ: list[int] = []  # the source of the first request
+SHOWN: list[Any] = []  # the keys and values of the first one
+
+
+def of_another_request(encode: Original, passes: Any, session: Any) -> None:
     """Read the source of the first request for all."""
-    first: list[int] = []
-
-    def mutated(passes: Any, session: Any) -> None:
-        first.extend(() if first else session.source)
-        own, session.source = session.source, (first * len(session.source))[: len(session.source)]
-        encode(passes, session)
-        session.source = own
-
-    return mutated
+    READ.extend(() if READ else session.source)
+    own, session.source = session.source, (READ * len(session.source))[: len(session.source)]
+    encode(passes, session)
+    session.source = own
 
 
-def of_the_first_show(show: Original) -> Original:
+def of_the_first_show(show: Original, session: Any, view: Any) -> None:
     """Show every session the cross-attention's keys and values that were shown first."""
-    shown: list[Any] = []
-
-    def mutated(session: Any, view: Any) -> None:
-        show(session, view)
-        if view.first:
-            shown.extend(() if shown else [(layer.keys, layer.values) for layer in session._crossed])
-            for layer, kept in zip(session._crossed, shown, strict=True):
-                layer.keys, layer.values = kept
-
-    return mutated
+    show(session, view)
+    if view.first:
+        SHOWN.extend(() if SHOWN else [(layer.keys, layer.values) for layer in session._crossed])
+        for layer, kept in zip(session._crossed, SHOWN, strict=True):
+            layer.keys, layer.values = kept
 
 
-def without_the_source(prepare: Original) -> Original:
-    def mutated(sequence: Any) -> None:
-        prepare(sequence)
-        sequence.text = HashedTokens(sequence.committed, sequence.request.cache_salt)
-
-    return mutated
+def without_the_source(prepare: Original, sequence: Any) -> None:
+    prepare(sequence)
+    sequence.text = HashedTokens(sequence.committed, sequence.request.cache_salt)
 
 
-def within_the_source(cut_below: Original) -> Original:
-    return lambda session, length, total=None: length
+def within_the_source(cut_below: Original, session: Any, length: int, total: int | None = None) -> int:
+    return length
 
 
-def without_start(complete: Original) -> Original:
-    return lambda model, request: replace(complete(model, request), prompt=request.prompt)
+def without_start(complete: Original, model: Any, request: Any) -> Any:
+    return replace(complete(model, request), prompt=request.prompt)
 
 
-def without_adjustments(complete: Original) -> Original:
-    return lambda model, request: replace(complete(model, request), adjustments=Adjustments())
+def without_adjustments(complete: Original, model: Any, request: Any) -> Any:
+    return replace(complete(model, request), adjustments=Adjustments())
 
 
-def unsuppressed(score: Original) -> Original:
-    def mutated(model: Any, forest: Any) -> Any:
-        model._suppressed = []
-        return score(model, forest)
-
-    return mutated
+def unsuppressed(score: Original, model: Any, forest: Any) -> Any:
+    model._suppressed = []
+    return score(model, forest)
 
 
-ENCODER_DECODER_MUTATIONS: list[Mutation] = [
-    mutation("sources: of another request", EncoderDecoderPasses, "_encode", of_another_request, PATHS),
-    mutation("sources: keys of another session", SourceSession, "show", of_the_first_show, PATHS),
-    mutation("sources: a prefix of another one's text", TokenSequence, "__post_init__", without_the_source, PREFIXES),
-    mutation("sources: cut within", Session, "cut_below", within_the_source, CUTS),
-    mutation("sources: no start of the answer", EncoderDecoderModel, "complete", without_start, CONFIG),
-    mutation("sources: no forced last token", EncoderDecoderModel, "complete", without_adjustments, CONFIG),
-    mutation("sources: suppressed tokens", EncoderDecoderModel, "_score", unsuppressed, CONFIG),
-]
+ENCODER_DECODER_MUTATIONS: list[Mutation] = mutations(
+    {
+        PATHS: [
+            ("sources: of another request", EncoderDecoderPasses, "_encode", of_another_request),
+            ("sources: keys of another session", SourceSession, "show", of_the_first_show),
+        ],
+        PREFIXES: [
+            ("sources: a prefix of another one's text", TokenSequence, "__post_init__", without_the_source),
+        ],
+        CUTS: [("sources: cut within", Session, "cut_below", within_the_source)],
+        CONFIG: [
+            ("sources: no start of the answer", EncoderDecoderModel, "complete", without_start),
+            ("sources: no forced last token", EncoderDecoderModel, "complete", without_adjustments),
+            ("sources: suppressed tokens", EncoderDecoderModel, "_score", unsuppressed),
+        ],
+    }
+)
