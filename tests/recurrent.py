@@ -71,6 +71,7 @@ YARN = {
 }
 SHARED: dict[str, Any] = CHOSEN | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("Qwen2Moe", SIZES | SHARED | {"num_hidden_layers": 3}),
     "qwen3_moe": ("Qwen3Moe", MOE | {"norm_topk_prob": True}),
     "some_dense": ("Qwen3Moe", MOE | {"norm_topk_prob": False, "mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", SIZES | CHOSEN | {"num_hidden_layers": 3, "intermediate_size": 32, "num_key_value_heads": 4}),
@@ -148,7 +149,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 ARCHITECTURES = {
     **{"Qwen3_5": "qwen35", "Qwen3Next": "qwen3next", "Lfm2": "lfm2", "Qwen3_5Moe": "qwen35moe", "Lfm2Moe": "lfm2moe"},
-    **{"Qwen3Moe": "qwen3moe", "Olmoe": "olmoe", "Mixtral": "llama", "GptOss": "gpt-oss"},
+    **{"Qwen2Moe": "qwen2moe", "Qwen3Moe": "qwen3moe", "Olmoe": "olmoe", "Mixtral": "llama", "GptOss": "gpt-oss"},
 }
 EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+?)(?:_proj)?\.weight")
 
@@ -203,14 +204,16 @@ def write_gguf(folder: Path, path: Path, name: str, kind: str = "F32", is_old: b
             "full_attention_interval": fields.get("full_attention_interval", 4),
         }
         if "3_5" in family:
-            metadata |= {"rope.dimension_sections": [2, 1, 1, 0], "nextn_predict_layers": int(has_mtp)}
+            metadata |= {"rope.dimension_sections": [2, 1, 1, 0]}
+        if "3_5" in family or has_mtp:
+            metadata |= {"nextn_predict_layers": int(has_mtp)}
     for key, value in (metadata | more).items():
         add_field(writer, f"{architecture}.{key}", value)
     for key, value in tokenizer_fields().items():
         add_field(writer, key, value)
     for tensor_name, values in tensors.items():
         named, stored = _converted(tensor_name, values, fields, family != "Qwen3Next")
-        if family in ("Qwen3Moe", "Olmoe", "Mixtral"):
+        if family in ("Qwen2Moe", "Qwen3Moe", "Olmoe", "Mixtral"):
             named = named.replace("post_attention_norm", "ffn_norm")
         if family == "Mixtral":
             stored = interleaved(tensor_name, stored)

@@ -183,3 +183,15 @@ def test_rules_are_compared_on_the_questions_that_all_answered(tmp_path: Path) -
     (empty / ANSWERS).touch()
     with pytest.raises(UserError, match="has no question that all methods answered, or no rule greedy"):
         judge_table.read(empty)
+
+
+def test_neurons_that_fire_together_become_one_expert() -> None:
+    import cut_into_experts
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    kinds, shuffled = torch.rand(4, 50, generator=generator), torch.randperm(24, generator=generator)
+    fired = kinds.repeat_interleave(6, 0)[shuffled] + 0.01 * torch.rand(24, 50, generator=generator)
+    found = cut_into_experts.cluster(fired, 4)
+    assert sorted(found.flatten().tolist()) == list(range(24))
+    assert all(len({int(shuffled[neuron]) // 6 for neuron in one}) == 1 for one in found.tolist())

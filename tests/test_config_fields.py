@@ -41,7 +41,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "original_max_position_embeddings": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
 }
 OTHERS: dict[str, Any] = {
-    "max_window_layers": 3,
+    "max_window_layers": 2,
     "sliding_window": 9,
     "use_sliding_window": True,
     "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -79,7 +79,7 @@ def llama_cpp_keys(section: type = Keys, name: str = "") -> Iterator[tuple[str, 
 
 
 WRITTEN = {"qwen35": "grouped", "qwen3next": "next", "lfm2": "lfm2"}  # models of tests/recurrent.py
-WRITTEN |= {"qwen3moe": "qwen3_moe", "olmoe": "olmoe", "gpt-oss": "gpt_oss"}
+WRITTEN |= {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "gpt-oss": "gpt_oss"}
 WRITTEN |= {"qwen35moe": "qwen35moe", "lfm2moe": "lfm2_moe"}
 OURS = sorted({key.removeprefix("{arch}.") for _, key in llama_cpp_keys() if key.startswith("{arch}.")})
 

@@ -210,7 +210,7 @@ def test_four_bits_are_rounded_when_a_model_is_loaded() -> None:
     assert torch.nn.functional.cosine_similarity(got, expected).median() > 0.9
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss", "lfm2_moe"])
 def test_a_gguf_files_logits_are_near_those_of_transformers(name: str, tmp_path: Path) -> None:
     its = recurrent.make(name, tmp_path / "model")
     path = recurrent.write_gguf(tmp_path / "model", tmp_path / f"{name}.gguf", name, "Q8_0")

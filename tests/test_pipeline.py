@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import recurrent
 import torch
 import torch.distributed as dist
 from files import model_folder, weights, write_gguf
@@ -41,6 +42,8 @@ from outpace.models.distributed import pipeline, processes
 from outpace.models.distributed.pipeline import PipelineModel, PipelineStage, RowChannel, build_stage, facts_of
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
 from outpace.models.distributed.processes import Leader
+from outpace.models.files.gguf.source import GgufCheckpoint
+from outpace.models.llama.native.runtime import NativeLlama
 from outpace.models.load import load_draft, load_model
 from outpace.models.options import LoadOptions
 from outpace.models.runtimes import Loaded
@@ -79,6 +82,14 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in blocks of its file."""
     where = tmp_path_factory.mktemp("packed")
     return write_gguf(where / "m.gguf", {"llama.block_count": 5}, "Q8_0", tensors=weights(**CHANGES))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts in blocks of its file."""
+    where = tmp_path_factory.mktemp("mixture")
+    recurrent.make("qwen3_moe", where / "m", **CHANGES)
+    return recurrent.write_gguf(where / "m", where / "m.gguf", "qwen3_moe", "Q8_0", block_count=5)
 
 
 class Rows(RowChannel):
@@ -194,8 +205,9 @@ def models(found: Ranks) -> tuple[Any, PipelineModel]:
         ((2, 1, 2), "folder", {"runtime": "native"}),
         ((2, 1, 1, 1), "folder", {"runtime": "llama", "dtype": "float32"}),
         ((1, 4), "folder", {"runtime": "llama", "dtype": "float32", "exact": False}),
+        ((2, 3), "mixture", {"runtime": "native"}),
     ],
-    ids=["packed", "int8", "float32", "inexact"],
+    ids=["packed", "int8", "float32", "inexact", "mixture"],
 )
 def test_every_bit_is_that_of_the_unsplit_model(
     counts: tuple[int, ...], kind: str, options: dict[str, Any], request: pytest.FixtureRequest
@@ -329,6 +341,17 @@ def test_layers_are_shared_by_memory_and_speed(
     found = share_layers(plan, 30, [RankFacts(*facts) for facts in zip(free, seconds, strict=True)], 15, 75)
     assert sum(found) == 30
     assert found == expected
+
+
+def test_a_layer_of_experts_has_the_bytes_of_all(mixture: Path) -> None:
+    with GgufCheckpoint(mixture) as source:
+        config = source.read_config()
+        _, size = pipeline._time_layer(NativeLlama.from_tensors, config, source.weight)
+        model = NativeLlama.from_tensors(config, source.weight)
+    assert config.experts is not None
+    unread = (config.experts.count - config.experts.chosen) * model._experts[0].packed.expert_bytes
+    assert size == pytest.approx(model._layers[0].bytes + unread, rel=0.1)
+    assert unread > 0.4 * size
 
 
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

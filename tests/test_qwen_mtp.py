@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 import recurrent
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 from test_heads import VOCAB, distance, expected, tree_logits
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5TextConfig,
-    Qwen3_5TextRotaryEmbedding,
-)
+from transformers.models import qwen3_5, qwen3_5_moe, qwen3_next
 
 from outpace.api.llm import LLM
 from outpace.core.errors import UserError
@@ -30,6 +27,12 @@ FILES = ("folder", "wrapper", "gguf")
 RUNTIMES = ("llama", "native")
 PROMPTS = ("hello world hello world", "one two three four five six seven", "h")
 SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}  # multiples of the kernels' lanes
+MODULES: dict[str, tuple[Any, str, str]] = {  # the module of a family, and how its classes' names begin
+    "qwen3_5_text": (qwen3_5.modeling_qwen3_5, "Qwen3_5", "Text"),
+    "qwen3_5_moe_text": (qwen3_5_moe.modeling_qwen3_5_moe, "Qwen3_5Moe", "Text"),
+    "qwen3_next": (qwen3_next.modeling_qwen3_next, "Qwen3Next", ""),
+}
+MIXTURES = {"moe": ("Qwen3_5Moe", SIZES | recurrent.SHARED), "next": ("Qwen3Next", SIZES | recurrent.SHARED)}
 MISTAKES = (
     "feature first",
     "no norm of the target",
@@ -48,15 +51,17 @@ class Reference:
 
     def __init__(self, folder: Path, mistake: str = "") -> None:
         fields = json.loads((folder / "config.json").read_text())
-        config = Qwen3_5TextConfig(**fields | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
-        config._attn_implementation = "eager"
+        module, family, text = MODULES[fields["model_type"]]
+        kind = getattr(transformers, f"{family}{text}Config")
+        config = kind(**fields | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+        config._attn_implementation = config._experts_implementation = "eager"
         held = load_file(folder / "model.safetensors")
         self.tensors, self.mistake = {name: torch.from_numpy(one).double() for name, one in held.items()}, mistake
-        self.layer, self.rope = Qwen3_5DecoderLayer(config, 0).double(), Qwen3_5TextRotaryEmbedding(config).double()
-        start = recurrent.MTP_LAYER
-        self.layer.load_state_dict(
-            {name.removeprefix(start): one for name, one in self.tensors.items() if name.startswith(start)}
-        )
+        self.has_sections = bool(text)  # of positions, for images
+        self.layer = getattr(module, f"{family}DecoderLayer")(config, 0).double()
+        self.rope, start = getattr(module, f"{family}{text}RotaryEmbedding")(config).double(), recurrent.MTP_LAYER
+        own = {name.removeprefix(start): one for name, one in self.tensors.items() if name.startswith(start)}
+        self.layer.load_state_dict(with_stacked_experts(own))
 
     @torch.no_grad()
     def __call__(self, hidden: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +85,8 @@ class Reference:
 
     def _forward(self, inputs: Tensor, positions: Tensor) -> Tensor:
         mask = torch.full((len(inputs), len(inputs)), -torch.inf).double().triu(1)[None, None]
-        factors = self.rope(inputs[None], positions[None, None].expand(3, 1, -1))
+        sections = (3, 1, -1) if self.has_sections else (1, -1)
+        factors = self.rope(inputs[None], positions.expand(sections))
         out = self.layer(inputs[None], position_embeddings=factors, attention_mask=mask)
         return (out[0] if isinstance(out, tuple) else out).reshape(inputs.shape)
 
@@ -88,6 +94,20 @@ class Reference:
         one = float(is_target or self.mistake != "norms without the one")
         squares = x.square().mean(-1, keepdim=True)
         return x / torch.sqrt(squares + 1e-6) * (self.tensors[f"{name}.weight"] + one)
+
+
+def with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's tensors, with the experts' matrices as transformers' modules hold them."""
+    start, found = "mlp.experts.", {name: one for name, one in tensors.items() if ".experts." not in name}
+    count = len({name.split(".")[2] for name in tensors if name.startswith(start)})
+
+    def stacked(part: str) -> Tensor:
+        return torch.stack([tensors[f"{start}{number}.{part}_proj.weight"] for number in range(count)])
+
+    if count:
+        found |= {f"{start}gate_up_proj": torch.cat([stacked("gate"), stacked("up")], 1)}
+        found |= {f"{start}down_proj": stacked("down")}
+    return found
 
 
 def wrapped(folder: Path, path: Path) -> Path:
@@ -104,12 +124,12 @@ def wrapped(folder: Path, path: Path) -> Path:
     return path
 
 
-def write(folder: Path, name: str, is_exact: bool = False) -> dict[str, Path]:
+def write(folder: Path, name: str, is_exact: bool = False, model: str = "mtp") -> dict[str, Path]:
     """Write a target with an MTP layer in files of every kind."""
     path = folder / name
-    recurrent.make("mtp", path)
+    recurrent.make(model, path)
     recurrent.add_mtp(path, is_exact)
-    gguf = recurrent.write_gguf(path, folder / f"{name}.gguf", "mtp")
+    gguf = recurrent.write_gguf(path, folder / f"{name}.gguf", model)
     return {"folder": path, "wrapper": wrapped(path, folder / f"{name}-wrapper"), "gguf": gguf}
 
 
@@ -125,6 +145,35 @@ def load(path: Path, runtime: str, spec: str = "mtp") -> tuple[Loaded, Loaded]:
     """Load a target and the draft in its files."""
     target = load_model(path, dtype="float32" if runtime == "llama" else "int8")
     return target, load_draft(spec, target, **({} if runtime == "llama" else {"dtype": "int8", "kv_dtype": "float32"}))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_mixtures_of_experts_have_such_layers(
+    runtime: str, kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(recurrent.SHAPES, name, (MIXTURES[name][0], recurrent.QWEN | MIXTURES[name][1]))
+    found = write(tmp_path, name, model=name)
+    if name == "next":  # whose published config.json may not say so
+        config = json.loads((found["folder"] / "config.json").read_text())
+        del config["mtp_num_hidden_layers"]
+        (found["folder"] / "config.json").write_text(json.dumps(config))
+    target, head = load(found[kind], runtime, "auto")
+    assert head.model.layers.config.experts == target.model.config.experts
+    reference = Reference(found["folder"])
+    for seed, got in enumerate(tree_logits(head.model, [0, 1])):
+        wanted = expected(reference, seed)
+        if runtime == "llama":
+            assert distance(got, wanted) < 1e-4
+        else:  # rows whose router is nearly undecided may choose another expert
+            assert np.median(np.abs(got - wanted).max(1)) < 0.3 * np.std(wanted)
+    asked = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "ignore_eos": True}
+    with LLM(target, head, method="speculative", profile=False) as llm:
+        plain = [one.tokens for one in llm.generate([*PROMPTS], plain=True, **asked)]
+        drafted = llm.generate([*PROMPTS], **asked)
+    assert [one.tokens for one in drafted] == plain
+    assert all(one.figures.drafted > 0 for one in drafted)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -175,7 +224,9 @@ def test_a_target_without_it_is_refused_and_drafts_plainly(paths: dict[str, dict
     kept = {name: one for name, one in tensors.items() if not name.startswith("mtp.")}
     save_file(kept, tmp_path / "model.safetensors")
     target = load_model(tmp_path, dtype="float32")
-    with pytest.raises(UserError, match="has no MTP layer that outpace runs: checkpoints of MiMo-7B and of Qwen"):
+    with pytest.raises(
+        UserError, match="has no MTP layer that outpace runs: checkpoints of MiMo-7B, Qwen3-Next and Qwen"
+    ):
         load_draft("mtp", target)
     for path in (whole, paths["random"]["gguf"]):
         draft = load_draft(path, target, dtype="float32")

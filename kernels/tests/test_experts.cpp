@@ -229,16 +229,17 @@ void test_packing() {
 /// Choices and weights against the formula in double, with ties.
 void test_choice() {
     Random random(23);
-    const int experts = 37, inputs = 50, used = 5;
+    const int experts = 37, inputs = 50, used = 5, equal[] = {20, 24, 28, 31, 32, 33, 36};  // to 3: some are chosen
     for (int kind = 0; kind < 6; ++kind) {
         Router router{experts, used, inputs, kind % 2 == 1, kind >= 2, 1e-6f, 2.5f, kind == 5};
         std::vector<float> matrix = numbers(random, static_cast<std::size_t>(router.rows()) * inputs, 0, 0.3f);
-        std::copy_n(matrix.begin() + 3 * inputs, inputs, matrix.begin() + 20 * inputs);  // a tie of 3 and 20
+        for (const int one : equal) std::copy_n(matrix.begin() + 3 * inputs, inputs, matrix.begin() + one * inputs);
         router.set_weights(matrix.data());
         std::vector<float> bias(experts), correction(experts);
         if (kind == 4) {
-            router.bias = bias = numbers(random, experts, 0, 0.5f);
-            router.bias[20] = bias[20] = bias[3];
+            bias = numbers(random, experts, 0, 0.5f);
+            for (const int one : equal) bias[one] = bias[3];
+            router.bias = bias;
             router.bias.resize(router.stride());
         }
         if (kind == 3) router.correction = correction = std::vector<float>(experts, 0.25f);

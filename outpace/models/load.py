@@ -94,7 +94,7 @@ def load_draft(
     options = replace(options or LoadOptions(), **changes)
     if spec == MTP_DRAFT:
         if (files := find_mtp(target)) is None:
-            known = "checkpoints of MiMo-7B and of Qwen3.5 to 3.8 have one, if it was not left out of a copy"
+            known = "checkpoints of MiMo-7B, Qwen3-Next and Qwen3.5 to 3.8 have one, if it was not left out of a copy"
             raise UserError(f"{target.name} has no MTP layer that outpace runs: {known}")
         return _load_head(spec, files, target, options)
     if (path := find_head(spec, progress)) is not None:

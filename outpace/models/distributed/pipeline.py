@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -39,8 +40,8 @@ from outpace.models.base import (
 from outpace.models.distributed import processes
 from outpace.models.distributed.plan import RankFacts, layer_ranges, share_layers
 from outpace.models.distributed.processes import Leader
-from outpace.models.llama.config.llama_config import LlamaConfig
-from outpace.models.llama.weight_sources import source_of
+from outpace.models.llama.config.llama_config import LlamaConfig, tensor_shapes
+from outpace.models.llama.weight_sources import PREFIX, source_of
 from outpace.models.options import AUTO
 
 # Only rank 0 has an embedding and an output layer. Other ranks get zeros instead, which are never read, in as many rows
@@ -160,9 +161,15 @@ def _blank(config: LlamaConfig) -> LlamaConfig:
 
 
 def _layer_width(config: LlamaConfig) -> int:
-    """Return a layer's number of weights divided by the hidden size."""
-    heads = (config.num_heads + config.num_kv_heads) * config.head_dim
-    return 2 * heads + 3 * config.intermediate_size
+    """Return the first layer's number of weights divided by the hidden size."""
+    shapes = tensor_shapes(config.of_layers([0]))
+    return sum(prod(shape) for name, shape in shapes.items() if name.startswith(PREFIX)) // config.hidden_size
+
+
+def _unread_width(config: LlamaConfig) -> int:
+    """Return the same for the weights of the first layer that a row does not read."""
+    experts = config.experts
+    return 3 * experts.width * (experts.count - experts.chosen) if experts and config.has_experts(0) else 0
 
 
 def _without_ends(config: LlamaConfig, layers: Sequence[int], fetch: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -189,7 +196,8 @@ def _time_layer(build: Callable[..., Model], config: LlamaConfig, fetch: Callabl
         start = time.perf_counter()
         _float_rows(model.score_hidden([part], (1,))).sum().item()
         times.append(time.perf_counter() - start)
-    return RankFacts(free, statistics.median(times)), int(model.weight_bytes or 1)
+    whole, read = _layer_width(config), int(model.weight_bytes or 1)  # of a mixture, a row reads the chosen experts
+    return RankFacts(free, statistics.median(times)), read * whole // (whole - _unread_width(config))
 
 
 def _float_rows(output: TargetOutput) -> Tensor:

@@ -174,8 +174,10 @@ def kind_of_mtp(config: Mapping[str, Any]) -> str | None:
     match dict(config):
         case {"model_type": "mimo", "num_nextn_predict_layers": int(count)} if count > 0 and "outpace" not in config:
             return MIMO_MTP  # unless it is a draft that outpace distilled from one
-        case {"model_type": qwen35.MODEL_TYPE, qwen35.MTP_LAYERS: 1}:
+        case {"model_type": qwen35.MODEL_TYPE | qwen35.MOE_TYPE | qwen35.NEXT_TYPE, qwen35.MTP_LAYERS: 1}:
             return QWEN_MTP
+        case {"model_type": qwen35.NEXT_TYPE} if config.get(qwen35.MTP_LAYERS) is None:
+            return QWEN_MTP  # some configs of Qwen3-Next do not announce it
     return None
 
 

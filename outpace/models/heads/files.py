@@ -18,8 +18,12 @@ import numpy as np
 from outpace.core.errors import UserError, require
 from outpace.models.files.checkpoint import INDEX, MEDUSA, SINGLE, Checkpoint
 from outpace.models.files.gguf.config import (
+    EXPERT_PARTS,
     HARMLESS,
     NEUTRAL,
+    SHARED_GATE,
+    expert_entry,
+    expert_names,
     read_model,
     read_scaling,
     shortest_decimal,
@@ -197,10 +201,14 @@ def open_mtp(path: Path) -> HeadFiles:
         model = read_model(header)
         start = f"blk.{model.config.num_layers}."
         tensors = {
-            _canonical_mtp_name(name.removeprefix(start)): _gguf_tensor(name, entry, model.config.head_dim, ())
+            inner: _gguf_tensor(name, expert_entry(entry, inner, model.config), model.config.head_dim, ())
             for name, entry in header.tensors.items()
             if name.startswith(start)
+            for inner in _canonical_mtp_names(name.removeprefix(start), entry)
         }
+        gate = f"layers.0.mlp.{SHARED_GATE}"  # llama.cpp's has one dimension less
+        if gate in tensors:
+            tensors[gate] = _as_row(tensors[gate])
         return HeadFiles(path, _mtp_config(model.settings), tensors, True)
     checkpoint = Checkpoint.open(path)
     kind = kind_of_mtp(checkpoint.config)
@@ -215,7 +223,7 @@ def _mtp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json fields of a target's MTP layer."""
     kind = kind_of_mtp(config)
     types = {"layer_types": [FULL]} if kind == QWEN_MTP else {}
-    return {**config, **types, "architectures": [kind], "num_hidden_layers": 1}
+    return {**config, **types, "architectures": [kind], "num_hidden_layers": 1, "mlp_only_layers": None}
 
 
 def _plus_one(tensor: HeadTensor) -> HeadTensor:
@@ -225,11 +233,20 @@ def _plus_one(tensor: HeadTensor) -> HeadTensor:
     return tensor._replace(read=read, weight=read)
 
 
-def _canonical_mtp_name(name: str) -> str:
-    """Translate the name of a tensor in llama.cpp's block of an MTP layer."""
+def _as_row(tensor: HeadTensor) -> HeadTensor:
+    def read() -> np.ndarray:
+        return tensor.read()[None]
+
+    return tensor._replace(shape=(1, *tensor.shape), read=read, weight=read)
+
+
+def _canonical_mtp_names(name: str, entry: TensorEntry) -> list[str]:
+    """Translate the name of a tensor in llama.cpp's block of an MTP layer, which may hold matrices of all experts."""
     stem, _, kind = name.rpartition(".")
-    outer = GGUF_MTP_NAMES.get(stem)
-    return f"{outer}.{kind}" if outer else f"layers.0.{GGUF_NAMES.get(stem, stem)}.{kind}"
+    if outer := GGUF_MTP_NAMES.get(stem):
+        return [f"{outer}.{kind}"]
+    inner = expert_names(name, entry) or [f"{(EXPERT_PARTS | GGUF_NAMES).get(stem, stem)}.{kind}"]
+    return [f"layers.0.{one}" for one in inner]
 
 
 def _canonical_name(name: str) -> str:

@@ -15,8 +15,8 @@ from outpace.models.heads.files import HeadFiles
 from outpace.models.heads.head import rms_norm
 from outpace.models.heads.reader import draft_ids
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.runtime import NativeLlama, host_floats
-from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, load_layer, matrix_of_rows
+from outpace.models.llama.native.runtime import NativeLlama, host_floats, load_layer
+from outpace.models.llama.native.weights import EmbeddingAndHead, Fetch, Packing, matrix_of_rows
 from outpace.models.llama.weight_sources import split_fused
 
 NO_NORM = np.zeros(0, np.float32)
@@ -70,8 +70,9 @@ class NativeWeights:
             kept = None if ids is None else ids[order]
         norm = files.array("norm.weight") if "norm.weight" in files else NO_NORM
         ends = EmbeddingAndHead(embedding, norm, output, kept)
-        layers = [load_layer(self._packing, config, number, fetch) for number in range(config.num_layers)]
-        model = NativeLlama(config, layers, ends, self._options)
+        loaded = [load_layer(self._packing, config, number, fetch) for number in range(config.num_layers)]
+        layers, experts = [layer for layer, _ in loaded], [found for _, found in loaded if found]
+        model = NativeLlama(config, layers, ends, self._options, experts)
         model.precision, model.notice = fetch.precision, fetch.notice
         return model
 

@@ -27,7 +27,7 @@ from outpace.models.heads.config import (
 from outpace.models.heads.fields import agreed, check_unread, within
 from outpace.models.heads.files import HeadFiles
 from outpace.models.llama.config.fields import OTHER_RUNTIME, SLIDING, ReadFields, number, size
-from outpace.models.llama.config.llama_config import LlamaConfig, from_dict
+from outpace.models.llama.config.llama_config import LlamaConfig, expert_shapes, from_dict
 
 IGNORED_IN_LAYER = ("logit_scale", "architectures", "quantization_config", "tie_word_embeddings", "is_causal")
 MAX_DRAFTED = 64  # tokens of a block
@@ -246,6 +246,9 @@ def layer_shapes(layers: LlamaConfig, number: int) -> dict[str, tuple[int, ...]]
     norms = ["input_layernorm"] if number or takes_features or layers.norms_features else []
     norms += ["post_attention_layernorm", *(["hidden_norm"] if takes_features else [])]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
+    if layers.has_experts(number):
+        matrices = {name: one for name, one in matrices.items() if not name.startswith("mlp.")}
+        shapes |= expert_shapes(layers)
     for name, (rows, columns, has_bias) in matrices.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if has_bias:

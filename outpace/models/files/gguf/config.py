@@ -7,8 +7,9 @@ weights plus one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,7 @@ EXPERT_STACKS = {  # parts with a tensor for all experts of a layer, and the mat
     **{f"ffn_{name}_exps": (name,) for name in ("gate", "up", "down")},
     "ffn_gate_up_exps": ("gate", "up"),
 }
+EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.")
 SHARED_GATE = "shared_expert_gate.weight"  # end of a name; Hugging Face's has one more dimension
 PHI_PARTS = LAYER_PARTS | {"attn_qkv": phi.QKV, "ffn_up": phi.GATE_UP}
 OUTER_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -178,6 +180,7 @@ OF_EXPERTS = {
 SHARED = {"expert_shared_feed_forward_length", "expert_shared_count"}
 HONOURED_BY = {
     "llama": OF_EXPERTS,
+    "qwen2moe": OF_EXPERTS | SHARED,
     **dict.fromkeys(("qwen3moe", "olmoe", "gpt-oss"), OF_EXPERTS),
     "gemma3": {"attention.sliding_window_pattern", "rope.freq_base_swa"},
     "qwen35": {*SSM, INTERVAL, RECURRENT, MTP_BLOCKS, "rope.dimension_sections"},  # sections are of images
@@ -334,7 +337,7 @@ def _qwen3next(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35moe(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    return _qwen35(header, own) | {"model_type": "qwen3_5_moe_text", **_experts(header, own)}
+    return _qwen35(header, own) | {"model_type": qwen35.MOE_TYPE, **_experts(header, own)}
 
 
 def _experts(
@@ -347,9 +350,11 @@ def _experts(
     for name, value in (("expert_count", count), ("expert_used_count", chosen)):
         if type(value) is not int or value < 1:
             raise UserError(f"{start}{name} is {value!r:.50}, it must be a whole number above 0")
-    for name, expected in (("expert_gating_func", func), ("expert_weights_norm", normed)):
-        if own.get(name) not in (None, 0, expected):
-            raise UserError(f"{start}{name} is {own[name]!r:.50}, it must be {expected!r} for this architecture")
+    fixed = {"expert_gating_func": func, "expert_weights_norm": normed, "expert_shared_count": 1}
+    for name, expected in fixed.items():
+        value = own.get(name)
+        if value not in (None, expected) and (value != 0 or value is False):  # a number of 0: unset
+            raise UserError(f"{start}{name} is {value!r:.50}, it must be {expected!r} for this architecture")
     if scale != 1.0 and not is_scaled:
         raise UserError(f"{start}expert_weights_scale is {scale!r:.50}, it must be 1 for this architecture")
     dense, shared = own.get("feed_forward_length"), own.get("expert_shared_feed_forward_length")
@@ -419,6 +424,10 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Mapping[str, Any]], dict[str, Any
     "qwen35": _qwen35,
     "qwen3next": _qwen3next,
     "lfm2": _lfm2,
+    "qwen2moe": lambda header, own: {
+        **{"model_type": "qwen2_moe", **_no_window(header, own)},
+        **_experts(header, own, normed=False),
+    },
     "qwen3moe": lambda header, own: {
         **{"model_type": "qwen3_moe", "attention_bias": _has_bias(header, "attn_q")},
         **_no_window(header, own),
@@ -666,11 +675,36 @@ def _said(own: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 def _target_names(name: str, entry: TensorEntry, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> list[str]:
     """Return the Hugging Face name of a tensor, or those of the experts' matrices that it holds."""
-    start, stack, end = name.split(".", 2)[:2], *name.partition(".ffn_")[2].partition(".")[::2]
-    if (matrices := EXPERT_STACKS.get(f"ffn_{stack}")) is None:
-        return [_target_name(name, layer_parts, outer)]
-    numbers = range(entry.shape[0])
-    return [f"model.layers.{start[1]}.mlp.experts.{number}.{one}_proj.{end}" for number in numbers for one in matrices]
+    first, *inner = name.split(".")
+    stacked = expert_names(".".join(inner[1:]), entry) if first == "blk" else []
+    return [f"model.layers.{inner[0]}.{one}" for one in stacked] or [_target_name(name, layer_parts, outer)]
+
+
+def expert_names(part: str, entry: TensorEntry) -> list[str]:
+    """Return the Hugging Face names in a layer of the experts' matrices that a tensor of it holds, none if it is any
+    other."""
+    stack, _, end = part.partition(".")
+    matrices = EXPERT_STACKS.get(stack, ())
+    return [
+        f"mlp.experts.{number}.{one}_proj.{end}"
+        for number in range(entry.shape[0] if matrices else 0)
+        for one in matrices
+    ]
+
+
+def expert_entry(entry: TensorEntry, name: str, config: LlamaConfig) -> TensorEntry:
+    """Return where an expert's matrix or bias of this name is in a tensor with those of all experts of a layer, or the
+    tensor itself if it is any other."""
+    part = EXPERT.search(name)
+    if part is None or config.experts is None:
+        return entry
+    rows = config.hidden_size if part[2] == "down" else config.experts.width
+    size = entry.num_bytes // entry.shape[0]
+    start, whole = entry.start + int(part[1]) * size, entry.shape[1]
+    size = size * rows // whole
+    if part[2] == "up" and rows < whole:
+        start += size
+    return replace(entry, shape=(rows, *entry.shape[2:]), start=start, num_bytes=size)
 
 
 def _target_name(name: str, layer_parts: Mapping[str, str], outer: Mapping[str, str]) -> str:

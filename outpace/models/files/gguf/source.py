@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ from outpace.models.files import mxfp4
 from outpace.models.files.cache import entry_path, identity, make_once, new_folder
 from outpace.models.files.checkpoint import NOTICES, SINGLE, Checkpoint
 from outpace.models.files.gguf import tokenizer as gguf_tokenizer
-from outpace.models.files.gguf.config import SHARED_GATE, read_model
+from outpace.models.files.gguf.config import SHARED_GATE, expert_entry, read_model
 from outpace.models.files.gguf.header import COMMON_TYPES, TensorEntry, ggml_type, open_gguf_model, part_files
 from outpace.models.files.gguf.tokenizer import GgufTokenizer
 from outpace.models.files.mxfp4 import MXFP4
@@ -34,7 +33,6 @@ FORMAT_VERSION = 6  # part of the folder's name: raise it when the output change
 LONGEST_NAME = 100  # characters of the file's name in the folder's name
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 FILTERS = ("conv1d.weight", "conv.conv.weight")  # ends of names; Hugging Face's have one more dimension
-EXPERT = re.compile(r"\.experts\.(\d+)\.(gate|up|down)_proj\.")
 PIECE_VALUES = 2**18  # values dequantised at once: numpy's several copies of them stay in a processor's cache
 
 
@@ -192,19 +190,7 @@ class GgufCheckpoint(AbstractContextManager["GgufCheckpoint"]):
         if name not in self._model.sources:
             raise UserError(f"{self.path} holds no tensor {name!r}")
         entry = self._header.tensors[self._model.sources[name]]
-        part = EXPERT.search(name)
-        return entry if part is None else self._entry_of_expert(entry, int(part[1]), part[2])
-
-    def _entry_of_expert(self, entry: TensorEntry, number: int, matrix: str) -> TensorEntry:
-        """Return where an expert's matrix or bias is in a tensor with those of all experts of a layer."""
-        assert self._model.config.experts is not None
-        rows = self._model.config.hidden_size if matrix == "down" else self._model.config.experts.width
-        size = entry.num_bytes // entry.shape[0]
-        start, whole = entry.start + number * size, entry.shape[1]
-        size = size * rows // whole
-        if matrix == "up" and rows < whole:
-            start += size
-        return replace(entry, shape=(rows, *entry.shape[2:]), start=start, num_bytes=size)
+        return expert_entry(entry, name, self._model.config)
 
 
 def dequantise(kind: int, raw: np.ndarray) -> RawTensor:

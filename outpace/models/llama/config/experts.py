@@ -6,7 +6,7 @@ their outputs are multiplied by weights and added in the order of their numbers,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ SWISH_FACTOR = 1.702  # of a limited gate's sigmoid
 LARGEST_SCALE = 1e6
 SPLIT = "split_experts"  # in config.json's `outpace`, of a GGUF file of gpt-oss that was converted: by expert
 COUNTS = ("num_experts", "num_local_experts")  # names of the number of experts, the one of older config.json files last
+CHOSEN = ("num_experts_per_tok", "experts_per_token")  # of that of chosen ones, likewise
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,24 @@ def read_experts(fields: Mapping[str, Any], num_layers: int, count: int, chosen:
 
     `count`, `chosen`: defaults; `constants`: fields of `Experts` that the architecture fixes.
     """
-    counts = {name: size(fields, name, smallest=0) for name in COUNTS if fields.get(name) is not None}
-    if len({*counts.values()}) > 1:
-        raise UserError(" and ".join(f"{name} is {found}" for name, found in counts.items()) + ", they must be equal")
-    count = next(iter(counts.values()), count)
+    count = _agreed(fields, COUNTS, count)
     if not count:
         return None, ()
     width = constants.pop("width", None) or size(fields, "moe_intermediate_size")
-    experts = Experts(count, size(fields, "num_experts_per_tok", chosen), width, **constants)
+    experts = Experts(count, _agreed(fields, CHOSEN, chosen, 1), width, **constants)
     step, dense = size(fields, "decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
         raise UserError(f"mlp_only_layers is {dense!r:.200}, it must be a list of layers below {num_layers}")
     layers = [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]
     return experts, tuple(layers)
+
+
+def _agreed(fields: Mapping[str, Any], names: Sequence[str], default: int, smallest: int = 0) -> int:
+    """Return the number that fields of these names have; UserError if they differ."""
+    found = {name: size(fields, name, smallest=smallest) for name in names if fields.get(name) is not None}
+    if len({*found.values()}) > 1:
+        raise UserError(" and ".join(f"{name} is {value}" for name, value in found.items()) + ", they must be equal")
+    return next(iter(found.values()), default)
 
 
 def read_qwen3_moe(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
@@ -93,18 +99,25 @@ def read_mixtral(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
 
 def read_gpt_oss(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
     """Read the experts of gpt-oss."""
-    chosen = size(fields, "experts_per_token", 4)  # the older name
     constants = {"width": size(fields, "intermediate_size"), "has_biases": True}
     if number(fields, "swiglu_alpha", SWISH_FACTOR, LARGEST_SCALE) != SWISH_FACTOR:
         raise unsupported_field(f"swiglu_alpha {fields['swiglu_alpha']!r:.50} (only {SWISH_FACTOR})")
     limit = number(fields, "swiglu_limit", 7.0, LARGEST_SCALE)
-    return read_experts(fields, num_layers, 128, chosen, **constants, limit=limit)
+    return read_experts(fields, num_layers, 128, 4, **constants, limit=limit)
 
 
 def read_shared(fields: Mapping[str, Any], num_layers: int, count: int, chosen: int, normed: bool) -> ExpertLayers:
     """Read the experts of Qwen3-Next and Qwen3.5, one of them shared."""
     shared = size(fields, "shared_expert_intermediate_size", 512)
     return read_experts(fields, num_layers, count, chosen, norms_weights=normed, shared_width=shared)
+
+
+def read_qwen2_moe(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:
+    """Read the experts of Qwen2, one of them shared."""
+    if not flag(fields, "qkv_bias", True):
+        raise unsupported_field("qkv_bias False (only True)")
+    shared, normed = size(fields, "shared_expert_intermediate_size", 5632), flag(fields, "norm_topk_prob")
+    return read_experts(fields, num_layers, 60, 4, norms_weights=normed, shared_width=shared)
 
 
 def read_qwen3_5_moe(fields: Mapping[str, Any], num_layers: int) -> ExpertLayers:

@@ -39,6 +39,13 @@ def even_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
     return [layer % 2 == 0 for layer in range(len(rotates))]
 
 
+def early_even_layers(fields: Fields, rotates: Sequence[bool]) -> list[bool]:
+    """Return which layers have a sliding window: every second one, from the first on, below max_window_layers."""
+    return [
+        even and not late for even, late in zip(even_layers(fields, rotates), late_layers(fields, rotates), strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Family:
     """An architecture: the contents of its checkpoints, and defaults of fields that a config.json leaves out.
@@ -154,6 +161,14 @@ FAMILIES = {
     ),
     qwen35.MODEL_TYPE: QWEN35,
     lfm2.MODEL_TYPE: LFM2,
+    "qwen2_moe": replace(
+        QWEN2,
+        architecture="Qwen2MoeForCausalLM",
+        defaults={**QWEN2.defaults, "num_key_value_heads": 16, "use_sliding_window": False},
+        slides=early_even_layers,
+        prepare=lambda fields: {**fields, "sliding_window": fields.get("sliding_window") or None},  # 0: none
+        experts=experts.read_qwen2_moe,
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {"num_key_value_heads": 4, "max_position_embeddings": 32768, "use_sliding_window": False},
@@ -196,7 +211,7 @@ FAMILIES = {
         experts=experts.read_gpt_oss,
         own_name=experts.own_name,
     ),
-    "qwen3_5_moe_text": replace(
+    qwen35.MOE_TYPE: replace(
         QWEN35,
         architecture="Qwen3_5MoeForCausalLM",
         defaults=qwen35.DEFAULTS | {"num_key_value_heads": 2},

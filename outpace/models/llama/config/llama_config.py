@@ -252,7 +252,7 @@ def _layer_shapes(config: LlamaConfig, layer: int) -> dict[str, tuple[int, ...]]
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in norms}
     shapes |= _recurrent_shapes(config) if config.is_recurrent(layer) else _attention_shapes(config)
     if config.has_experts(layer):
-        return shapes | _expert_shapes(config)
+        return shapes | expert_shapes(config)
     shapes |= _matrix_shapes("mlp", gates, hidden, config.mlp_bias)
     return shapes | _matrix_shapes("mlp", {"down_proj": hidden}, middle, config.mlp_bias)
 
@@ -269,7 +269,7 @@ def _attention_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes | ({"self_attn.sinks": (config.num_heads,)} if config.sinks else {})
 
 
-def _expert_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expert_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a mixture of experts' tensors. Files that store all experts as one tensor are read under
     these names too."""
     experts, hidden = config.experts, config.hidden_size

@@ -16,6 +16,7 @@ from outpace.models.llama.config.fields import FULL, check_layers, flag, read_la
 from outpace.models.llama.config.recurrence import DELTA_NET, PARTS, Recurrence
 
 MODEL_TYPE, ARCHITECTURE = "qwen3_5_text", "Qwen3_5ForCausalLM"
+MOE_TYPE = "qwen3_5_moe_text"
 NEXT_TYPE, NEXT_ARCHITECTURE = "qwen3_next", "Qwen3NextForCausalLM"
 LINEAR = "linear_attention"  # the layer type
 INTERVAL = "full_attention_interval"  # every fourth layer is attention

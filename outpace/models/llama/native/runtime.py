@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +26,9 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
+from outpace.models.llama.native import weights
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, load_layer, padded_width
+from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, padded_width
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
 
@@ -130,6 +132,17 @@ def native_recurrence(kernels: Any, config: LlamaConfig) -> dict[str, Any]:
         return {}
     heads = (sizes.key_heads, sizes.value_heads, sizes.key_depth, sizes.value_depth, sizes.is_tiled)
     return {"recurrence": kernels.Recurrence(layers, sizes.filter_length, sizes.channels, *heads)}
+
+
+def load_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch) -> tuple[Any, LayerExperts | None]:
+    """Build the kernels' layer `number`, and its experts if it has some."""
+    if not config.has_experts(number):
+        return weights.load_layer(packing, config, number, fetch), None
+    from outpace.models.llama.native.experts import load_experts  # for mixtures of experts only
+
+    assert config.experts is not None
+    experts = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
+    return weights.load_layer(packing, config, number, fetch, experts.packed), experts
 
 
 def host_floats(values: Tensor | np.ndarray) -> np.ndarray:
@@ -375,25 +388,17 @@ class NativeLlama(Model):
         check_supported(kernels, config)
         threads = options.threads or num_cores()
         packing = Packing(kernels, threads)
-        fetch, experts = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights), dict[int, Any]()
-
-        def load(number: int) -> Any:
-            if config.has_experts(number):
-                from outpace.models.llama.native.experts import load_experts  # for mixtures of experts only
-
-                assert config.experts is not None
-                experts[number] = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
-            return load_layer(packing, config, number, fetch, experts[number].packed if number in experts else None)
-
+        fetch = Fetch(split_fused(config, tensor), read_formats(kernels), options.weights)
         with ThreadPoolExecutor(threads) as pool:
             try:
                 ends = pool.submit(EmbeddingAndHead.load, packing, config, fetch, head_ids)
-                loaded = pool.map(load, range(config.num_layers))
-                layers = []
-                for number, layer in enumerate(loaded, 1):
+                loaded = pool.map(partial(load_layer, packing, config, fetch=fetch), range(config.num_layers))
+                layers, experts = [], []
+                for number, (layer, found) in enumerate(loaded, 1):
                     layers.append(layer)
+                    experts += [found] if found else []
                     progress("loading", number / config.num_layers)
-                model = cls(config, layers, ends.result(), options, [experts[number] for number in sorted(experts)])
+                model = cls(config, layers, ends.result(), options, experts)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -497,7 +502,7 @@ class NativeLlama(Model):
         try:
             result = call(*args, **extras)
         except ValueError as error:
-            if self._experts[0].path is None:
+            if self._experts[0].path is None or not str(error).startswith("expert "):
                 raise
             raise UserError(f"{self._experts[0].path} is damaged: {error}") from error
         self._distinct_experts = model.mean_experts
