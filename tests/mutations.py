@@ -15,6 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from encoder_decoder_mutations import ENCODER_DECODER_MUTATIONS
 from expert_mutations import EXPERT_MUTATIONS
 from file_mutations import FILE_MUTATIONS
 from forecast_mutations import FORECAST_MUTATIONS
@@ -241,6 +242,7 @@ MUTATIONS = [
     *EXPERT_MUTATIONS,
     *RECURRENT_MUTATIONS,
     *GEMMA_MUTATIONS,
+    *ENCODER_DECODER_MUTATIONS,
 ]
 
 

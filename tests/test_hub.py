@@ -288,7 +288,7 @@ def test_another_kind_of_model_is_not_downloaded(
 ) -> None:
     pytest.importorskip("transformers")
     made = stand_in("model.safetensors", *TEXTS)
-    made.config = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}
+    made.config = {"architectures": ["LEDForConditionalGeneration"], "model_type": "led"}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: pytest.fail("it is downloaded"))
-    with pytest.raises(UserError, match=r"owner/name is a sequence-to-sequence model \(T5ForConditionalGeneration\)"):
+    with pytest.raises(UserError, match=r"owner/name is a sequence-to-sequence model \(LEDForConditionalGeneration\)"):
         load_model("owner/name", runtime=runtime)

@@ -15,7 +15,7 @@ from outpace.models.files.gguf.source import convert
 from outpace.models.files.model_kind import check_causal_lm
 from outpace.models.load import load_model
 
-TAKEN = r": outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2$"
+TAKEN = f": {model_kind.ACCEPTED}$"
 ENCODER_DECODER = {"is_encoder_decoder": True}
 
 
@@ -23,8 +23,9 @@ ENCODER_DECODER = {"is_encoder_decoder": True}
 @pytest.mark.parametrize(
     ("model_type", "architecture", "more", "kind"),
     [
-        ("t5", None, {}, "a sequence-to-sequence model"),
-        ("t5", "T5ForConditionalGeneration", ENCODER_DECODER, "a sequence-to-sequence model"),
+        ("led", None, {}, "a sequence-to-sequence model"),
+        ("led", "LEDForConditionalGeneration", ENCODER_DECODER, "a sequence-to-sequence model"),
+        ("t5", "T5EncoderModel", ENCODER_DECODER, "a sequence-to-sequence model"),
         ("whisper", None, ENCODER_DECODER, "a sequence-to-sequence model"),
         ("bart", "BartModel", {}, "a sequence-to-sequence model"),
         ("bert", "BertForMaskedLM", {}, "an encoder"),
@@ -73,8 +74,8 @@ def test_a_gguf_file_of_another_kind_is_refused_by_name(tmp_path: Path, architec
 def test_a_loaded_model_of_another_kind_is_refused_by_name() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
-    module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    says = rf"the loaded model is a sequence-to-sequence model \(T5ForConditionalGeneration\){TAKEN}"
+    module = transformers.T5ForQuestionAnswering(transformers.T5Config(**sizes))
+    says = rf"the loaded model is a sequence-to-sequence model \(T5ForQuestionAnswering\){TAKEN}"
     with pytest.raises(UserError, match=says):
         load_model(module, tokenizer=object())
 

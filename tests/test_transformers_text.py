@@ -204,14 +204,14 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path: Path) -> None:
         ("model.safetensors", "\x08" * 99, "cannot be loaded by transformers"),
         (
             "config.json",
-            '{"model_type": "t5"}',
-            r"gpt2-0 is a sequence-to-sequence model \(t5\): outpace takes decoder",
+            '{"model_type": "led"}',
+            r"gpt2-0 is a sequence-to-sequence model \(led\): outpace takes decoder",
         ),
         ("config.json", '{"model_type": "vits"}', "is no causal language model that transformers knows"),
         ("config.json", '{"model_type": "x"}', "cannot be loaded by transformers"),
         ("tokenizer.json", "{", "the tokenizer of .* cannot be loaded"),
     ],
-    ids=["empty weights", "torn weights", "t5", "no causal model", "unknown", "tokenizer"],
+    ids=["empty weights", "torn weights", "led", "no causal model", "unknown", "tokenizer"],
 )
 def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: str, says: str) -> None:
     folder = tiny.folder(tmp_path, "gpt2")

@@ -127,6 +127,11 @@ class LLM(AbstractContextManager["LLM"]):
         loaded = [one for one in (self.target, self.draft) if one is not None]
         return [f"{one.name}: {one.notice}" for one in loaded if one.notice]
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether a prompt is the source of an encoder-decoder model without a chat template."""
+        return bool(self.target.model.decoder_start) and not self.tokenizer.has_template
+
     @cached_property
     def grammars(self) -> Grammars:
         """The compiler of structures, created for the first structured answer."""
@@ -296,8 +301,10 @@ class LLM(AbstractContextManager["LLM"]):
             rule=rule,
             method=method,
         )
-        constraint = self.grammars.constraint(structure, len(tokens)) if structure else None
-        request = params.request(tokens, chosen.rule, self.tokenizer, choice, constraint)
+        target, constraint = self.target.model, None
+        if structure:
+            constraint = self.grammars.constraint(structure, len(tokens) + len(target.decoder_start))
+        request = target.complete(params.request(tokens, chosen.rule, self.tokenizer, choice, constraint))
         text = assembler_of(params, self.tokenizer, thought)
         echo = echo_of(params, prompt, tokens, self.tokenizer)
         return PreparedRequest(request, chosen.decoder, chosen.options, text, chosen.method, echo, chosen.drafter)

@@ -91,7 +91,8 @@ def identity_of(loaded: Loaded) -> Identity:
         raise UserError(f"{loaded.name} has no tokenizer, without which two machines cannot compare their tokens")
     digest = weights_digest(loaded.files()) if loaded.files else ""
     name, size = PurePath(str(loaded.name)).name, min(tokenizer.size, loaded.model.vocab_size)
-    return Identity(tokenizer.fingerprint, size, name, digest, loaded.model.max_positions)
+    longest = loaded.model.max_positions + loaded.model.max_source
+    return Identity(tokenizer.fingerprint, size, name, digest, longest)
 
 
 def parser(kind: type[M]) -> Callable[[bytes], M | None]:

@@ -67,8 +67,11 @@ def generate(
 
     options = answer.options(as_json)
     sampling.check(**options)
-    conversation = _conversation(prompt, system, prefill, raw)
+    text = _text(prompt)
+    conversation = _conversation(text, system, prefill, raw)
     with process.at_safe_points(), open_any(model, ctx.obj, quiet=as_json, is_chat=not raw) as llm:
+        if getattr(llm, "reads_source", False):  # not of a target on another machine
+            conversation = _conversation(text, system, prefill, raw=True)
         params = SamplingParams(**sampling.options(sampling.recommended(llm, quiet=as_json)), **options)
         streams = [llm.stream(conversation, replace(params, n=1), choice=choice) for choice in range(params.n)]
         precision = llm.target.precision
@@ -104,14 +107,18 @@ def _write(
     return is_complete
 
 
+def _text(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    with process.standard_input() as stream:
+        return stream.read().removesuffix("\n")  # the end of the last line is not part of the prompt
+
+
 def _conversation(prompt: str, system: str | None, prefill: str | None, raw: bool) -> Prompt:
-    if prompt == "-":
-        with process.standard_input() as stream:
-            prompt = stream.read().removesuffix("\n")  # the end of the last line is not part of the prompt
     if raw:
         for name, value in (("--system", system), ("--prefill", prefill)):
             if value is not None:
-                raise UserError(f"{name} needs the chat template, leave out --raw or {name}")
+                raise UserError(f"{name} needs the chat template, leave out {name}, or --raw if the model has one")
         return prompt
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
     if system is not None:

@@ -7,6 +7,8 @@ treat it. The order is that of transformers and vLLM: bias, penalties, then forb
 - banned strings: a token is forbidden if it would complete one in the answer's text (`core.constraints`);
 - min_tokens: stop tokens are forbidden before this many tokens are written;
 - allowed tokens: all others are forbidden;
+- n-grams: a token is forbidden if it would complete one that the text has, as in transformers;
+- last: the answer ends with this token if it reaches `max_tokens`;
 - a constraint: the tokens that it refuses are forbidden.
 """
 
@@ -134,6 +136,8 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Co
         forbidden = list(request.stop_ids) if row.position - len(request.prompt) < settings.min_tokens else []
         if settings.banned is not None:
             forbidden += settings.banned.after(_answer_backwards(row))
+        if settings.no_repeat_ngram:
+            forbidden += _repeating([*row.committed[settings.source :], *row.path], settings.no_repeat_ngram)
         if forbidden:
             scores[number, places.find(forbidden)[1]] = _FORBIDDEN
     if settings.banned is not None:
@@ -142,6 +146,11 @@ def _adjust(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Co
         refused = np.ones(places.size, bool)
         refused[places.find(settings.allowed)[1]] = False
         _forbid(scores, refused)
+    if settings.last is not None:
+        for number, row in enumerate(rows):
+            if row.position - len(request.prompt) == request.max_tokens - 1:
+                scores[number] = _FORBIDDEN
+                scores[number, places.find([settings.last])[1]] = 0.0
 
 
 def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _Columns) -> None:
@@ -154,7 +163,7 @@ def _penalise(scores: Any, rows: Sequence[Row], settings: Adjustments, places: _
     answer = Counter(committed[len(rows[0].request.prompt) :] if is_counted else ())
     drafted, columns = places.find({token for row in rows for token in row.path})
     before = scores[:, columns]
-    known, at = places.find(set(committed) if repeats else answer)
+    known, at = places.find(set(committed[settings.source :]) if repeats else answer)
     if len(at):
         counts = [*map(answer.__getitem__, known.tolist())] if is_counted else None
         scores[:, at] = _penalised(scores[:, at], counts, settings)
@@ -175,6 +184,13 @@ def _penalised(values: Any, counts: Sequence[int] | None, settings: Adjustments)
     weight = _like(values, counts)
     amount = settings.presence_penalty + settings.frequency_penalty * weight
     return values - amount * (weight > 0)
+
+
+def _repeating(text: Sequence[int], length: int) -> list[int]:
+    """Return the tokens that would complete an n-gram of this length which the text has."""
+    end = text[max(len(text) - length + 1, 0) :] if length > 1 else []
+    starts = range(len(text) - length + 1)
+    return [text[start + length - 1] for start in starts if text[start : start + length - 1] == end]
 
 
 def _answer_backwards(row: Row) -> Iterator[int]:

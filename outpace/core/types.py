@@ -132,6 +132,9 @@ class Adjustments:
     banned: BannedText | None = None  # strings that the answer must not contain
     min_tokens: int = 0  # stop tokens are forbidden before this many tokens
     allowed: tuple[int, ...] | None = None  # all other tokens are forbidden; None: no restriction
+    last: int | None = None  # the only token allowed at the last position of `max_tokens`
+    no_repeat_ngram: int = 0  # no n-gram of this length is written twice; 0: no restriction
+    source: int = 0  # first tokens of the prompt, which neither this nor the repetition penalty counts
 
     def __post_init__(self) -> None:
         check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)

@@ -18,7 +18,7 @@ from outpace_kernels import SlotMap, TopKRows, choose_frontiers
 from outpace.core.logits import SparseLogits, host_array, log_softmax, token_scores
 from outpace.core.tree import PREFIX, UNLIMITED, Role, TokenTree
 from outpace.core.types import Capabilities, DraftState, Observation, Request, Row, SavedState, TopK
-from outpace.models.base import Model, Part, Session, chain
+from outpace.models.base import Model, Part, Session, chain, check_decoder_only
 from outpace.rules.base import picks_best_scores
 
 
@@ -157,6 +157,8 @@ class TreeExpander:
         """`window` 0: the draft reads the whole text. `uses_target_session`: expand in pending nodes of the target's
         own session, with a model that shares its sessions. `proposed`: number of tokens proposed below each node, if
         the model can rank them itself."""
+        if window:
+            check_decoder_only(model, "the draft model", "draft_window")
         self.model, self.window, self._uses_target_session, self._proposed = (
             model,
             window,
@@ -180,8 +182,11 @@ class TreeExpander:
         """Open a session of the model for this request; None if the target's session is borrowed in each round."""
         if self._uses_target_session:
             return None
-        capacity = min(len(request.prompt) + request.max_tokens + 1, self.model.max_positions)
-        return self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
+        num_read = len(request.prompt)
+        capacity = min(num_read + request.max_tokens + 1, self.model.max_length(num_read))
+        session = self.model.open(capacity, self._tree_nodes + self._width + CHUNK)
+        session.source_length = self.model.source_length(num_read)
+        return session
 
     def stored_bytes(self, lengths: Sequence[int]) -> int:
         """Return the most that sessions for texts of these lengths take."""

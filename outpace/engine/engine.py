@@ -160,9 +160,10 @@ class Engine(AbstractContextManager["Engine"]):
         check_rule_needs(request, self.needs)
         if self._answers is not None and not request.prediction and (recalled := self._answers.find(request)):
             request = replace(request, recalled=recalled)
-        if request.max_tokens > (max_tokens := self.target.max_positions - len(request.prompt)):
+        if request.max_tokens > (max_tokens := self.target.max_length(num_read := len(request.prompt)) - num_read):
             request = replace(request, max_tokens=max_tokens)
-        sequence = TokenSequence(request, decoder(), options, next(self._keys), self.costs, watch)
+        source = self.target.source_length(num_read)
+        sequence = TokenSequence(request, decoder(), options, next(self._keys), self.costs, watch, source)
         sequence.history.submitted = self._clock()
         self.drafting.choose(sequence, drafter)
         self.memory.check(sequence)

@@ -127,6 +127,7 @@ class KVMemory:
             self._target.open(self._capacity(sequence), self._max_pending),
             self._slots_for(sequence, len(sequence.committed)),
         )
+        session.source_length = sequence.source_length
         if isinstance(holder, _KeptText) and self._is_replaced(
             holder, length, sequence, session.slots_after(slots, exact=True)
         ):

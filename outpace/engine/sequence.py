@@ -135,6 +135,7 @@ class TokenSequence:
     key: int
     costs: CostModel = field(repr=False)
     watch: StopCheck | None = None
+    source_length: int = 0  # first tokens of the prompt, which the target's encoder reads
     committed: list[int] = field(init=False)  # the prompt and the tokens written so far
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"; None until it has ended
     error: Exception | None = None
@@ -154,7 +155,8 @@ class TokenSequence:
         self.picks_by_score = picks_best_scores(self.request)
         self.committed = list(self.request.prompt)
         self.context = RequestContext(request=self.request, committed=self.committed, costs=self.costs)
-        self.text = HashedTokens(self.committed, self.request.cache_salt)
+        source = tuple(self.committed[: self.source_length])  # keys of the decoder depend on all of it
+        self.text = HashedTokens(self.committed, (self.request.cache_salt, source))
         self.text.hashes(len(self.committed))
 
     @property
@@ -262,9 +264,11 @@ class TokenSequence:
         self.committed += tokens
         if self.history.logprobs:
             del self.history.logprobs[len(self.committed) - len(self.request.prompt) :]
-        if end is not None or stop is not None or is_complete:
+        adjustments, is_full = self.request.adjustments, len(tokens) == left
+        is_cut = is_full and adjustments is not None and adjustments.last is not None  # its last token is no choice
+        if end is not None or is_complete or (stop is not None and not is_cut):
             self.finish_reason = "stop"
-        elif len(tokens) == left:
+        elif is_full:
             self.finish_reason = "length"
         return tokens
 
@@ -363,9 +367,13 @@ def check_request(request: Request, target: Model) -> None:
     """Raise UserError for a request that can never run on this target."""
     if not request.prompt:
         raise UserError("the prompt has no tokens, at least one is needed")
-    max_positions = target.max_positions
-    if len(request.prompt) >= max_positions:
+    source, max_positions = target.source_length(len(request.prompt)), target.max_positions
+    if target.decoder_start and not 1 <= source <= target.max_source:
+        raise UserError(f"the source has {source} tokens, the target's encoder takes 1 to {target.max_source}")
+    if len(request.prompt) - source >= max_positions:
         raise UserError(f"the prompt has {len(request.prompt)} tokens, the target's context holds {max_positions}")
+    if target.decoder_start and request.logprobs is not None and request.logprobs.prompt:
+        raise UserError("the target is an encoder-decoder model, which gives no log-probabilities of prompt tokens")
     check_whole("max_tokens", request.max_tokens, 1)
     check_whole("seed", request.seed, 0, 2**63 - 1)
     last = target.vocab_size - 1

@@ -37,7 +37,7 @@ def warm_up(engine: Engine, prompt: Sequence[int], seconds: float = SECONDS) -> 
     """
     request = Request(tuple(prompt), find_rule("auto", GREEDY), max_tokens=sum(_ROWS), nodes=max(_ROWS))
     try:
-        sequence = engine.submit(request, WarmUp, WarmUp.Options())
+        sequence = engine.submit(engine.target.complete(request), WarmUp, WarmUp.Options())
     except UserError:  # there is not even memory for so short a text
         return
     sequence.kv.is_broken = True  # keeps the text out of the prefix cache

@@ -14,6 +14,7 @@ from outpace.core.drafting import Needs
 from outpace.core.errors import UserError, check_whole
 from outpace.core.logits import SparseLogits, TargetOutput
 from outpace.core.tree import PREFIX
+from outpace.core.types import Request
 
 TEXT_CHUNK = 256  # tokens that a forward of `read_text` reads
 
@@ -45,6 +46,7 @@ class Session:
     growth = 1.25  # growing copies what is stored, so it grows at least by this factor
     is_recurrent = False  # whether it has states after its committed tokens, which cannot be cut
     is_block = False  # whether all pending nodes see each other
+    source_length = 0  # first tokens of the text, which an encoder reads; set when the session is opened for a request
 
     def __init__(self, capacity: int, max_pending: int) -> None:
         self.capacity = capacity  # maximum number of committed tokens
@@ -138,7 +140,9 @@ class Session:
 
     def cut_below(self, length: int, total: int | None = None) -> int:
         """Return how many of the first `length` committed tokens the session can be cut to, or another start from.
-        `total`: tokens that it will have committed by then; None: as now."""
+        `total`: tokens that it will have committed by then; None: as now. An encoder reads its source as a whole."""
+        if length < self.source_length:
+            return 0
         if not self.is_recurrent or length == (self.length if total is None else total):
             return length
         return max((cut for cut in self._snapshots if cut <= length), default=0)
@@ -271,6 +275,8 @@ class Model:
     chunk: int = 0  # most prompt tokens in a pass, where more would take much memory; 0: any number
     draft_window: int = 0  # number of trailing tokens it reads when it drafts; 0: the whole text
     mask_token: int | None = None  # token that marks a position to predict, in models trained to draft in parallel
+    decoder_start: tuple[int, ...] = ()  # tokens between the source and the answer of an encoder-decoder model
+    max_source: int = 0  # most tokens of a source
     steering: Any = None  # of a draft: biases its MLPs by the target's hidden states, see models/heads/steering.py
     capabilities: frozenset[Capability] = frozenset()
     row_counts: Sequence[int] = ()  # row counts that exact mode pads to
@@ -310,6 +316,20 @@ class Model:
     def session_bytes(self, slots: int) -> int:
         """Return the bytes that a session with `slots` slots takes, without snapshots."""
         return slots * self.token_bytes + self.state_bytes
+
+    def source_length(self, prompt: int) -> int:
+        """Return how many of the tokens of a prompt of this length an encoder reads; 0 without an encoder."""
+        return max(prompt - len(self.decoder_start), 0) if self.decoder_start else 0
+
+    def max_length(self, prompt: int) -> int:
+        """Return the most tokens of a text that begins with a prompt of this length; 0 if its source is too long."""
+        source = self.source_length(prompt)
+        return self.max_positions + source if source <= self.max_source else 0
+
+    def complete(self, request: Request) -> Request:
+        """Return the request with what the model's generation needs besides the user's prompt and parameters. UserError
+        for a prompt without a text."""
+        return request
 
     def stored_bytes(self, slots: Sequence[int]) -> int:
         """Return the bytes that sessions with these numbers of slots take together."""
@@ -445,9 +465,17 @@ def runtime_name(model: Model) -> str:
 def unsupported(model: Model, capability: Capability) -> UserError:
     """Make the error for a capability that a model lacks."""
     ability, runtimes = capability.value
+    if model.decoder_start:
+        return UserError(f"an encoder-decoder model cannot {ability}")
     if model.state_bytes:
         return UserError(f"a model with recurrent layers cannot {ability}")
     return UserError(f"{type(model).__name__} cannot {ability}, models of the runtime {' or '.join(runtimes)} can")
+
+
+def check_decoder_only(model: Model, name: str, what: str) -> None:
+    """Raise UserError for an encoder-decoder model; `what` takes only others."""
+    if model.decoder_start:
+        raise UserError(f"{name} is an encoder-decoder model: {what} takes decoder-only models")
 
 
 def check_needs(model: Model, needs: Needs) -> None:

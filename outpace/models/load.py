@@ -11,9 +11,11 @@ from typing import Any
 
 from outpace.core.errors import UserError
 from outpace.models import runtimes
+from outpace.models.base import check_decoder_only
 from outpace.models.devices import GIB, check_options
 from outpace.models.files.cache import weights_digest
 from outpace.models.files.find import is_packed, locate, open_source
+from outpace.models.files.model_kind import is_encoder_decoder
 from outpace.models.files.pairs import find_draft, sibling
 from outpace.models.files.reading import read_optional_json
 from outpace.models.heads.config import STEERING, fields_of, head_kind, kind_of_mtp
@@ -22,6 +24,7 @@ from outpace.models.runtimes import Loaded, Progress
 from outpace.models.text.tokenizer import first_difference, tokenizer_of
 
 MTP_DRAFT = "mtp"  # the MTP layer in the target's own files
+TRANSLATED = "; drafter translated takes a draft with another tokenizer"
 LAYERS = "layers:"  # a draft model of some of the target's layers: layers:0-24,26-29
 
 
@@ -97,6 +100,12 @@ def load_draft(
     if (path := find_head(spec, progress)) is not None:
         return _load_head(spec, path, target, options)
     draft = open_draft(spec, target.name, target.files, options, tokenizer=tokenizer, progress=progress)
+    if bool(draft.model.decoder_start) != bool(target.model.decoder_start):
+        kinds = ["an encoder-decoder model", "a decoder-only model"][:: 1 if draft.model.decoder_start else -1]
+        pair = f"the draft {draft.name} is {kinds[0]}, the target {target.name} is {kinds[1]}"
+        raise UserError(f"{pair}: name a smaller model of the target's kind")
+    if not same_tokens:
+        check_decoder_only(target.model, target.name, "drafter translated")
     return fit_draft(draft, target) if same_tokens else draft
 
 
@@ -135,6 +144,8 @@ def find_head(spec: Any, progress: Progress = silent) -> Path | None:
 def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> Loaded:
     """Load a head for this target; it runs on the target's device."""
     from outpace.models.heads.load import load_head
+
+    check_decoder_only(target.model, target.name, f"the head {spec}")
 
     if options.device != str(target.model.device).split(":")[0] and options.device != str(target.model.device):
         raise UserError(
@@ -182,7 +193,7 @@ def open_draft(
 def check_tokens(target: Any, draft: Any) -> str | None:
     """Return why a draft's tokens are not its target's, as far as the headers of local files show; None where loading
     will fail or choose another runtime."""
-    if find_head(draft) is not None:  # whose fit its loader checks
+    if find_head(draft) is not None or is_encoder_decoder_folder(target):  # whose fit loading checks
         return None
     try:
         with open_source(locate(target)) as large, open_source(locate(draft)) as small:
@@ -196,8 +207,8 @@ def check_tokens(target: Any, draft: Any) -> str | None:
 
 def check_chat_template(target: str | None) -> None:
     """Raise UserError if the header of a local model's files shows that it has no chat template. The shipped model
-    (None) has one."""
-    if target is None or not Path(target).expanduser().exists():
+    (None) has one, and an encoder-decoder model needs none."""
+    if target is None or not Path(target).expanduser().exists() or is_encoder_decoder_folder(target):
         return
     try:
         with open_source(locate(target)) as source:
@@ -208,23 +219,29 @@ def check_chat_template(target: str | None) -> None:
         raise UserError(without_template(target))
 
 
+def is_encoder_decoder_folder(target: Any) -> bool:
+    """Whether a model's name is that of a local folder with an encoder-decoder model."""
+    return target is not None and is_encoder_decoder(read_optional_json(Path(target).expanduser() / "config.json"))
+
+
 def without_template(target: str) -> str:
     """Return the sentence about a model without a chat template."""
     return f"{target} has no chat template: `outpace generate --raw` continues a text as it is"
 
 
-def misfit(target: str, draft: str, differs: str) -> str:
+def misfit(target: str, draft: str, differs: str, advice: str = TRANSLATED) -> str:
     """Return the sentence about a draft with other tokens than its target's."""
-    advice = "drafter translated takes a draft with another tokenizer"
-    return f"the draft {draft} does not fit the target {target}: {differs}; {advice}"
+    return f"the draft {draft} does not fit the target {target}: {differs}{advice}"
 
 
 def fit_draft(draft: Loaded, target: Loaded) -> Loaded:
     """Return the draft limited to the target's tokens, with its steering if it has one; UserError if their tokens
     differ or the steering does not fit."""
     differs = target.tokenizer.tokens_differ(draft.tokenizer)
-    if differs:
-        raise UserError(misfit(target.name, draft.name, differs))
+    starts, coupled = draft.model.decoder_start, target.model.decoder_start
+    if differs or starts != coupled:
+        differs = differs or f"its answers start with the tokens {list(starts)}, the target's with {list(coupled)}"
+        raise UserError(misfit(target.name, draft.name, differs, "" if coupled else TRANSLATED))
     draft.model.vocab_size = min(draft.model.vocab_size, target.model.vocab_size)  # one of them may be padded
     large, small = (one.model.weight_bytes or 0 for one in (draft, target))
     if large > small > 0:

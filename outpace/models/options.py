@@ -61,8 +61,8 @@ class LoadOptions(CheckedOptions):
     runtime: str = one_of(
         AUTO,
         RUNTIMES,
-        "Runtime: native (kernels for a CPU), llama (the Llama family by torch) or transformers (any causal model);"
-        " auto: one of our own if it supports the model, else transformers.",
+        "Runtime: native (kernels for a CPU), llama (the Llama family by torch) or transformers (causal and"
+        " encoder-decoder models); auto: one of our own if it supports the model, else transformers.",
     )
     trust_remote_code: bool = switch(
         False, "Run the Python files that come with a model, by transformers.", runtimes=("transformers",)

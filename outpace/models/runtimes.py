@@ -299,7 +299,7 @@ def _mask_token(source: Any, config: LlamaConfig) -> int | None:
 def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progress) -> Loaded:
     require("the runtime transformers", *TRANSFORMERS)
     options.check_runtime("transformers")
-    from outpace.models.files.model_kind import check_causal_lm
+    from outpace.models.files.model_kind import check_language_model
     from outpace.models.files.reading import read_json
     from outpace.models.hf import load as transformers_load
 
@@ -307,7 +307,7 @@ def _transformers(spec: str | Path | None, options: LoadOptions, progress: Progr
     source, revision = _source(spec, progress)
     if isinstance(source, Path):  # our runtimes may read a part of it that transformers does not load alone
         fields = read_json(source / "config.json")
-        check_causal_lm(fields, source)
+        check_language_model(fields, source)
         ours = fields.get("outpace")
         differing = [what for name, what in OTHER_ORDERS.items() if isinstance(ours, Mapping) and name in ours]
         if differing:

@@ -29,6 +29,7 @@ from outpace.card.wire import (
 )
 from outpace.core.types import Request
 from outpace.decoders.card import Card
+from outpace.models.base import check_decoder_only
 from outpace.server import logs
 from outpace.server.choices import Choice, ChoiceGroup
 from outpace.server.errors import ApiError
@@ -44,8 +45,9 @@ class ClientListener:
 
     def __init__(self, service: Service) -> None:
         """Bind to the server's host and `draft_port`. UserError if that fails."""
-        self._service = service
-        self.own = identity_of(service.llm.target)
+        target = service.llm.target
+        check_decoder_only(target.model, target.name, "draft_port")
+        self._service, self.own = service, identity_of(target)
         self.worker = ClientWorker()
         self._listener = Listener(
             "Join", self.own, parser(FromDrafter), self._begin, authenticator(service.options.keys)

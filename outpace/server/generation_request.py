@@ -168,9 +168,10 @@ def chat_request(
 
 def max_answer_tokens(llm: LLM, prompt: Sequence[int]) -> int:
     """Return how many tokens may follow a prompt; raise ApiError if it is empty or fills the context."""
-    most = llm.target.model.max_positions
+    model = llm.target.model
+    most = model.max_length(len(prompt) + len(model.decoder_start)) - len(model.decoder_start)
     if len(prompt) >= most:
-        raise PromptTooLong(len(prompt), most)
+        raise PromptTooLong(len(prompt), model.max_source or most)
     if not prompt:
         raise ApiError(400, "the prompt has no tokens, at least one is needed", param="prompt", code="invalid_value")
     return most - len(prompt)

@@ -23,7 +23,7 @@ from outpace.core.types import LogprobsOptions, Request, Row
 from outpace.decoders.autoregressive import Autoregressive
 from outpace.engine.engine import Engine, EngineOptions
 from outpace.engine.sequence import TokenSequence
-from outpace.models.base import Model, read_text
+from outpace.models.base import Model, check_decoder_only, read_text
 from outpace.models.files.cache import new_file
 from outpace.models.load import Loaded
 from outpace.rules.base import top_k_rows
@@ -134,6 +134,7 @@ def record(
     """
     if not prompts:
         raise UserError("there are no prompts, at least one is needed for a trace")
+    check_decoder_only(target.model, target.name, "a trace")
     stops = frozenset(target.tokenizer.stop_ids)
     # sampled texts have noise that target and draft share
     rule = Greedy() if options.sampling.is_greedy else Gumbel()

@@ -1,4 +1,5 @@
-"""Determines from config.json what kind of model it describes; only decoder-only causal language models are accepted.
+"""Determines from config.json what kind of model it describes: decoder-only causal language models are accepted, and
+those encoder-decoder models that the runtime transformers runs.
 
 The config alone decides, so a wrong model is refused before its weights are downloaded. Unknown model types pass; the
 runtimes refuse them later. Of checkpoints that also hold a vision model (Gemma 3 from 4B, Mistral Small from 3.1), only
@@ -13,7 +14,10 @@ from typing import Any
 
 from outpace.core.errors import UserError
 
-ACCEPTED = "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2"
+ACCEPTED = (
+    "outpace takes decoder-only causal language models, such as Llama, Qwen and GPT-2, and T5, BART and Marian as"
+    " safetensors"
+)
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # suffixes of causal architectures' names
 SEQUENCE_TO_SEQUENCE, ENCODER = "a sequence-to-sequence model", "an encoder"
 VISION, VISION_LANGUAGE = "a vision model", "a vision-language model"
@@ -29,6 +33,9 @@ MODEL_TYPES = {
     VISION_LANGUAGE: "aya_vision blip blip-2 florence2 idefics idefics2 idefics3 instructblip internvl kosmos-2 llava"
     " llava_next llava_onevision mistral3 paligemma qwen2_5_vl qwen2_vl qwen3_vl smolvlm",
 }
+# model types that the runtime transformers runs, and suffixes of their architectures' names
+ENCODER_DECODERS = ("bart", "longt5", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart", "t5", "umt5")
+TEXT_TO_TEXT = ("ForConditionalGeneration", "MTModel", "T5WithLMHeadModel")
 KINDS = {model_type: kind for kind, listed in MODEL_TYPES.items() for model_type in listed.split()}
 HEADS = {  # suffixes of other architectures' names
     "ForMaskedLM": ENCODER,
@@ -39,6 +46,19 @@ HEADS = {  # suffixes of other architectures' names
     "ForObjectDetection": VISION,
 }
 OTHER_TASK = re.compile(r"For(?!CausalLM|ConditionalGeneration|Generation)[A-Z]\w+$")  # in an architecture's name
+
+
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether this is the config of an encoder-decoder model that the runtime transformers runs."""
+    listed = config.get("architectures") or ["ForConditionalGeneration"]
+    is_known = config.get("model_type") in ENCODER_DECODERS and config.get("is_encoder_decoder") is not False
+    return is_known and isinstance(listed, list) and str(listed[0]).endswith(TEXT_TO_TEXT)
+
+
+def check_language_model(config: Mapping[str, Any], where: object) -> None:
+    """Raise UserError, naming the kind, unless the config is that of a causal or an encoder-decoder model."""
+    if not is_encoder_decoder(config):
+        check_causal_lm(config, where)
 
 
 def check_causal_lm(config: Mapping[str, Any], where: object) -> None:
@@ -102,8 +122,8 @@ def text_config(config: Mapping[str, Any], where: object) -> dict[str, Any]:
 
 
 def check_text_model(config: Mapping[str, Any], where: object) -> None:
-    """Apply `check_causal_lm` to the language model of the checkpoint."""
-    check_causal_lm(text_config(config, where) if has_language_model(config) else config, where)
+    """Apply `check_language_model` to the language model of the checkpoint."""
+    check_language_model(text_config(config, where) if has_language_model(config) else config, where)
 
 
 def language_model_names(stored: Collection[str], drops_others: bool = False) -> dict[str, str]:

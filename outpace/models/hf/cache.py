@@ -45,17 +45,19 @@ class CacheLayout(NamedTuple):
 class SlotView:
     """The slots that a forward reads and writes: `past` tokens precede the new ones, which go to the slots `write`.
 
-    `read`: slots of past and new tokens in order; None for 0, 1, 2, ... without gaps.
+    `read`: slots of past and new tokens in order; None for `first`, `first` + 1, ... without gaps. The slots before
+    `first` hold the cross-attention's keys and values of a source.
     """
 
     past: int
     write: np.ndarray
     read: np.ndarray | None
+    first: int = 0
     _indices: dict[torch.device, tuple[slice | Tensor, Tensor | None]] = field(default_factory=dict, init=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without device indices; other processes make their own."""
-        return SlotView, (self.past, self.write, self.read)
+        return SlotView, (self.past, self.write, self.read, self.first)
 
     def indices_on(self, device: torch.device) -> tuple[slice | Tensor, Tensor | None]:
         """Return `write` and `read` as indices on the device, made once for all layers."""
@@ -98,7 +100,8 @@ class SlotLayer(DynamicLayer):
         for stored, new in zip(self.stored, (key_states, value_states), strict=True):
             stored[..., write, :] = new
         if read is None:
-            self.keys, self.values = (stored[..., : self._seen, :] for stored in self.stored)
+            seen = slice(shown.first, shown.first + self._seen)
+            self.keys, self.values = (stored[..., seen, :] for stored in self.stored)
         else:
             self.keys, self.values = (stored.index_select(-2, read) for stored in self.stored)
         return self.keys, self.values

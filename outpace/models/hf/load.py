@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from outpace.core.errors import UserError
 from outpace.models.files.checkpoint import ORIGINAL
-from outpace.models.files.model_kind import check_causal_lm
+from outpace.models.files.model_kind import check_language_model, is_encoder_decoder
 from outpace.models.files.tokenizer_folder import SPECIAL_NAMES, named_templates
+from outpace.models.hf.encoder_decoder import EncoderDecoderModel, EncoderDecoderPasses
 from outpace.models.hf.model import TransformersModel, probe
 from outpace.models.hf.passes import ForwardPasses
 from outpace.models.options import LoadOptions
@@ -27,11 +34,13 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
     """Load the model and tokenizer of a folder, or of a hub id's `revision`. UserError for anything that does not
     load."""
     common: dict[str, Any] = {"trust_remote_code": options.trust_remote_code, "revision": revision or "main"}
-    with _explained(f"the tokenizer of {source}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **common)
+    with _explained(str(source)):
+        fields, _ = PreTrainedConfig.get_config_dict(source, revision=revision or "main")
+    tokenizer = _load_tokenizer(source, fields, common)
+    kind: Any = AutoModelForSeq2SeqLM if is_encoder_decoder(fields) else AutoModelForCausalLM
     given = common | {"dtype": options.torch_dtype, "output_loading_info": True, "device_map": options.device_map}
     with _explained(str(source)), without_bars():
-        module, info = cast(Any, AutoModelForCausalLM.from_pretrained(source, **given))
+        module, info = kind.from_pretrained(source, **given)
         if options.device_map is None and not getattr(module, "is_quantized", False):
             module.to(options.device)
     missing = sorted(info["missing_keys"])
@@ -44,18 +53,33 @@ def load(source: str | Path, revision: str | None, options: LoadOptions) -> tupl
     return wrap_pair(module, tokenizer)
 
 
+def _load_tokenizer(source: str | Path, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """Load a tokenizer; that of a Marian model from its tokenizer.json, because its class reads other files."""
+    if fields.get("model_type") != "marian":
+        with _explained(f"the tokenizer of {source}"):
+            return AutoTokenizer.from_pretrained(source, **options)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(source, **options)
+    except Exception as error:  # of many kinds
+        advice = "its source.spm and target.spm are not read: name a repository with one, as for transformers.js"
+        raise UserError(f"{source} is a Marian model without a tokenizer.json that loads, {advice}") from error
+
+
 def wrap_pair(module: Any, tokenizer: Any) -> tuple[TransformersModel, Tokenizer]:
     """Wrap a loaded model and its tokenizer. UserError without a tokenizer, or for objects of other types."""
     if tokenizer is None:
         raise UserError("a loaded model needs its tokenizer, give tokenizer=...")
     if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-        check_causal_lm(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
+        check_language_model(config.to_dict() | {"architectures": [type(module).__name__]}, "the loaded model")
     return adapt(module), wrap_tokenizer(tokenizer, _stop_ids(module))
 
 
 def adapt(module: Any) -> TransformersModel:
     """Wrap a loaded model after probing what it supports. UserError for a model without token scores, that is not
     causal, or that cannot remove a drafted token."""
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        coupled = EncoderDecoderPasses(module)
+        return EncoderDecoderModel(coupled, probe(coupled))
     passes = ForwardPasses(module)
     return TransformersModel(passes, probe(passes))
 

@@ -26,7 +26,7 @@ from outpace.models.hf.passes import ForwardPasses, TransformersSession
 
 PARENTS = (PREFIX, 0, 0, 1, 2)  # two branches make slots and positions differ
 BRANCHES = ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 2, 4))
-BEFORE = 4  # tokens of prefix
+BEFORE = 4  # tokens of prefix, or of the source
 STEPS = 4  # units of the model's precision at the largest score; one occurs on CPUs without bfloat16 arithmetic
 
 
@@ -54,14 +54,13 @@ def probe(passes: ForwardPasses) -> ProbeResult:
 def _probe(passes: ForwardPasses) -> ProbeResult:
     prefix, nodes = _tokens(passes)
     name = type(passes.module).__name__
-    fresh = torch.stack([passes.plain([*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
+    fresh = torch.stack([_plain(passes, [*prefix, *(nodes[n] for n in branch)])[-1] for branch in BRANCHES]).float()
     max_difference = _max_difference(passes, fresh)
-    whole = passes.plain([*prefix, *(nodes[n] for n in BRANCHES[3])])[BEFORE:].float()
+    whole = _plain(passes, [*prefix, *(nodes[n] for n in BRANCHES[3])])[-len(BRANCHES[3]) :].float()
     rounding = _distance(whole, fresh[[0, 1, 3]])
     if not rounding <= max_difference:
         raise UserError(f"{name} is not causal: a token's scores change with those after it")
-    session = passes.open(len(prefix), 0)
-    _read(passes, session, prefix)
+    session = _read(passes, prefix, 0)
     if not all(layer.stored for layer in session.layers):
         raise UserError(f"{name} stores nothing in the given KV cache, so drafted tokens could not be taken back")
     token_bytes = sum(part[..., :1, :].nbytes for layer in session.layers for part in layer.stored)
@@ -93,23 +92,32 @@ def _objection(passes: ForwardPasses, fresh: Tensor, limit: float) -> str | None
 
 def _tree(passes: ForwardPasses, prefix: list[int], nodes: list[int], as_trees: bool) -> Tensor:
     """Score the probe's tree after the prefix, in one forward or one for each branch. [nodes, vocab]"""
-    session = passes.open(BEFORE + len(nodes), BEFORE + len(nodes))
-    _read(passes, session, prefix)
-    session.keep(range(BEFORE))
+    session = _read(passes, prefix, len(nodes))
+    session.keep(range(len(prefix)))
     part = Part(session, nodes, PARENTS, range(len(nodes)))
     return passes.score([part], width=passes.num_embeddings, as_trees=as_trees).float()
 
 
-def _read(passes: ForwardPasses, session: TransformersSession, prefix: list[int]) -> None:
+def _plain(passes: ForwardPasses, tokens: list[int]) -> Tensor:
+    """Score a text that begins with the probe's prefix without a cache."""
+    return passes.plain(tokens, BEFORE if passes.decoder_start else 0)
+
+
+def _read(passes: ForwardPasses, prefix: list[int], more: int) -> TransformersSession:
+    """Return a session that has read the prefix and holds `more` tokens after it."""
+    session = passes.open(len(prefix) + more, len(prefix) + more)
+    session.source_length = BEFORE if passes.decoder_start else 0
     passes.score([chain(session, prefix)], width=passes.num_embeddings, as_trees=False)
+    return session
 
 
 def _tokens(passes: ForwardPasses) -> tuple[list[int], list[int]]:
-    """Return distinct ids that are not special, as some models treat padding differently."""
+    """Return a prefix, for an encoder-decoder model a source and the decoder's start, and nodes: distinct ids that are
+    not special, as some models treat padding differently."""
     special = [getattr(passes.config, f"{kind}_token_id", None) for kind in ("pad", "bos", "eos")]
     plain = [token for token in range(min(passes.num_embeddings, 64)) if token not in special]
     some = [plain[(3 + 5 * number) % len(plain)] for number in range(BEFORE + len(PARENTS))]
-    return some[:BEFORE], some[BEFORE:]
+    return [*some[:BEFORE], *passes.decoder_start], some[BEFORE:]
 
 
 def _max_difference(passes: ForwardPasses, fresh: Tensor) -> float:

@@ -117,6 +117,8 @@ class RowLayout(NamedTuple):
 class ForwardPasses:
     """The forwards of a transformers model object, or one with its interface."""
 
+    decoder_start: tuple[int, ...] = ()  # as of `Model`
+
     def __init__(self, module: Any) -> None:
         """`module` is put in evaluation mode; its weights are not changed or moved.
 
@@ -156,10 +158,14 @@ class ForwardPasses:
         rows = [self._score_part(part, columns, as_trees) for part in forest if part.tokens]
         return torch.cat(rows) if rows else self._zeros(columns)[:0]
 
-    def plain(self, tokens: Sequence[int]) -> Tensor:
-        """Score a text without any cache, the reference for all else. [tokens, vocab]"""
-        with torch.inference_mode():
-            output = self.module(input_ids=self._ids(tokens), use_cache=False)
+    def plain(self, tokens: Sequence[int], source: int = 0) -> Tensor:
+        """Score a text, after its first `source` tokens, without any cache: the reference for all else. [tokens,
+        vocab]"""
+        return self._plain(tokens, input_ids=self._ids(tokens))
+
+    @torch.inference_mode()
+    def _plain(self, tokens: Sequence[int], **inputs: Tensor) -> Tensor:
+        output = self.module(**inputs, use_cache=False)
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(tokens)):
             name = type(self.module).__name__
@@ -171,14 +177,19 @@ class ForwardPasses:
         before = session.pending
         sees = session.extend(part.parents)
         session.states.tokens += part.tokens
-        nodes = np.arange(len(part.tokens))
+        nodes, num_encoded = np.arange(len(part.tokens)), self._read_source(part, before)
         is_chain = np.array_equal(sees, np.tril(np.ones_like(sees), before))  # every node sees all nodes before it
-        if is_chain:
-            return self._chains(part, sees, [nodes], before, columns)
-        if not as_trees:
-            return self._chains(part, sees, _branches(part.parents, before), before, columns)
+        if is_chain or not as_trees:
+            branches = [nodes] if is_chain else _branches(part.parents, before)
+            decoded = [branch[branch >= num_encoded] for branch in branches]
+            return self._chains(part, sees, [branch for branch in decoded if len(branch)], before, columns)
         seen = TreeMask(session.length, list(session.pending_depths), sees)
         return self._forward(part, nodes, np.arange(before), seen, list(part.logit_rows), columns)
+
+    def _read_source(self, part: Part, before: int) -> int:
+        """Let an encoder read those new nodes that are of its source; return their number. `before`: pending nodes
+        before the new ones."""
+        return 0
 
     def _chains(
         self, part: Part, sees: np.ndarray, branches: Sequence[np.ndarray], before: int, columns: RowLayout
@@ -191,7 +202,8 @@ class ForwardPasses:
         rows: dict[int, Tensor] = {}
         for branch in branches:
             above = np.flatnonzero(sees[branch[0]])[:-1]
-            inside = branch[: max(0, self.max_positions - session.length - len(above))]
+            before_branch = session.length + len(above) - session.source_length
+            inside = branch[: max(0, self.max_positions - before_branch)]
             logit_rows = [node for node in inside.tolist() if node in part.logit_rows]
             if len(inside):
                 found = self._forward(part, inside, above, None, logit_rows, columns, before)
@@ -219,15 +231,17 @@ class ForwardPasses:
         session = part.session
         if session.is_recurrent:
             return self._forward_again(part, nodes, above, logit_rows, columns)
-        start = session.length
+        start, first = session.length, session.source_length
         pending = nodes + (len(above) if before is None else before)
+        num_encoded = max(first - start, 0)  # pending nodes of the source, which the decoder does not see as tokens
+        above = above[above >= num_encoded]
         read = np.concatenate([above, pending])
-        is_gapless = np.array_equal(read, np.arange(len(read)))
-        order = None if is_gapless else np.concatenate([np.arange(start), start + read])
-        session.show(SlotView(start + len(above), start + pending, order))
+        is_gapless = np.array_equal(read, np.arange(num_encoded, num_encoded + len(read)))
+        order = None if is_gapless else np.concatenate([np.arange(first, start), start + read])
+        session.show(SlotView(max(start - first, 0) + len(above), start + pending, order, first))
         last = self.max_positions - 1  # a tree may reach past the context; such nodes are never committed
         depths = session.pending_depths
-        positions = [min(start + depths[node], last) for node in pending]
+        positions = [min(start - first + depths[node], last) for node in pending]
         tokens = [part.tokens[node] for node in nodes]
         places = np.searchsorted(nodes, logit_rows).tolist() if len(logit_rows) else [len(nodes) - 1]
         try:
@@ -271,7 +285,7 @@ class ForwardPasses:
         columns: RowLayout,
     ) -> Tensor:
         """Call the model with those arguments that it accepts. [rows, width + hidden]"""
-        given = {"input_ids": self._ids(tokens), "past_key_values": session.cache, "use_cache": True}
+        given = self._inputs(session, tokens) | {"past_key_values": session.cache, "use_cache": True}
         if seen is not None:
             given["attention_mask"] = self._mask(seen)
         if "position_ids" in self.arguments:
@@ -290,6 +304,10 @@ class ForwardPasses:
             logits = output.logits[0][index.to(output.logits.device)]
         logits = logits[:, : columns.width]
         return torch.cat([logits, *self._hidden(output, index, columns.layers)], 1) if columns.layers else logits
+
+    def _inputs(self, session: TransformersSession, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return the model's arguments for new tokens of a session."""
+        return {"input_ids": self._ids(tokens)}
 
     def _hidden(self, output: Any, rows: Tensor, layers: Sequence[int]) -> Iterator[Tensor]:
         """Yield the input of each of these layers. [rows, hidden]"""
