@@ -196,5 +196,5 @@ def test_documents_are_short() -> None:
     words = {page: len(page.read_text().split()) for page in pages}
     assert words[REPOSITORY / "README.md"] <= 1_100
     assert words[REPOSITORY / "docs" / "architecture.md"] <= 3_500
-    assert sum(words.values()) <= 46_000
+    assert sum(words.values()) <= 47_000
     assert len((REPOSITORY / "docs" / "log.md").read_text().splitlines()) <= 400
