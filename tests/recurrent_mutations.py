@@ -25,57 +25,50 @@ HITS = "test_recurrent.py::test_a_prefix_hit_writes_what_a_fresh_start_writes"
 COPIES = "test_recurrent.py::test_transformers_writes_the_same_texts"
 
 
-def backwards(keep: Original) -> Original:
-    return lambda self, path, live: keep(self, [*reversed(path)], live)
+def backwards(keep: Original, self: Any, path: Sequence[int], live: Any) -> Any:
+    return keep(self, [*reversed(path)], live)
 
 
-def with_rejected(keep: Original) -> Original:
-    return lambda self, path, live: keep(self, range(len(self.rows)), live)
+def with_rejected(keep: Original, self: Any, path: Sequence[int], live: Any) -> Any:
+    return keep(self, range(len(self.rows)), live)
 
 
-def of_a_sibling(taps: Original) -> Original:
+def of_a_sibling(taps: Original, self: Any, number: int, path: Sequence[int], rows: Any, *rest: Any) -> Any:
     """Take the row before a node's own for its parent's."""
-
-    def mutated(self: Any, number: int, path: Sequence[int], rows: Any, *rest: Any) -> Any:
-        if len(path) > 1 and (number, path[-1] - 1) in rows:
-            path = [*path[:-2], path[-1] - 1, path[-1]]
-        return taps(self, number, path, rows, *rest)
-
-    return mutated
+    if len(path) > 1 and (number, path[-1] - 1) in rows:
+        path = [*path[:-2], path[-1] - 1, path[-1]]
+    return taps(self, number, path, rows, *rest)
 
 
-def of_the_first_branch(levels: Original) -> Original:
+def of_the_first_branch(levels: Original, *given: Any) -> Any:
     """Let all nodes of a level continue its first state."""
-
-    def mutated(*given: Any) -> Any:
-        for level in levels(*given):
-            yield level if level.above is None else level._replace(above=torch.zeros_like(level.above))
-
-    return mutated
+    for level in levels(*given):
+        yield level if level.above is None else level._replace(above=torch.zeros_like(level.above))
 
 
-def without_history(save: Original) -> Original:
-    def mutated(self: Any) -> Snapshot:
-        heads, history = save(self)
-        return Snapshot(heads, torch.zeros_like(history))
-
-    return mutated
+def without_history(save: Original, self: Any) -> Snapshot:
+    heads, history = save(self)
+    return Snapshot(heads, torch.zeros_like(history))
 
 
-def without_the_last_nodes(save: Original) -> Original:
-    return lambda self: Snapshot(self.heads, self.history)
+def without_the_last_nodes(save: Original, self: Any) -> Snapshot:
+    return Snapshot(self.heads, self.history)
 
 
-def anywhere(cut_below: Original) -> Original:
-    return lambda self, length, total=None: length
+def anywhere(cut_below: Original, self: Any, length: int, total: int | None = None) -> int:
+    return length
 
 
-def undecayed(log_decays: Original) -> Original:
-    return lambda decays: torch.zeros_like(log_decays(decays))
+def undecayed(log_decays: Original, decays: Any) -> Any:
+    return torch.zeros_like(log_decays(decays))
 
 
-def untiled(key_head: Original) -> Original:
-    return lambda sizes, head: key_head(replace(sizes, is_tiled=False), head)
+def untiled(key_head: Original, sizes: Recurrence, head: int) -> Any:
+    return key_head(replace(sizes, is_tiled=False), head)
+
+
+def uncopied(copy: Original, value: Any) -> Any:
+    return value
 
 
 RECURRENT_MUTATIONS: list[Mutation] = [
@@ -88,5 +81,5 @@ RECURRENT_MUTATIONS: list[Mutation] = [
     mutation("recurrence: a prefix ends anywhere", Session, "cut_below", anywhere, HITS),
     mutation("recurrence: products of chains without decays", recurrent, "log_decays", undecayed, PRODUCTS),
     mutation("recurrence: value heads of files not tiled", Recurrence, "key_head", untiled, FILES),
-    mutation("recurrence: states continue without a copy", states, "_copy", lambda copy: lambda value: value, COPIES),
+    mutation("recurrence: states continue without a copy", states, "_copy", uncopied, COPIES),
 ]

@@ -50,7 +50,8 @@ def logits(model: Llama, text: list[int] = TEXT) -> Tensor:
 
 
 def near(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    """Within what either side may be off from float64."""
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", recurrent.EXPERTS)

@@ -48,12 +48,13 @@ def everything(model: NativeLlama) -> list[Tensor]:
     vectors = torch.randn(9, config.hidden_size, generator=generator)
     mlp_bias = torch.randn(config.num_layers, config.intermediate_size, generator=generator)
     found = list(tree_scores(model, 37, 24))
-    skips, biases = (one in model.capabilities for one in (Capability.SKIP_SUBLAYERS, Capability.MLP_BIAS))
+    wanted = Capability.SKIP_SUBLAYERS, Capability.MLP_BIAS, Capability.INPUTS
+    skips, biases, inputs = (one in model.capabilities for one in wanted)
     for one in (model, *([model.skip_sublayers([1], [0, 2])] if skips else [])):
         sessions = [prefilled(model, text(model, 12, seed)) for seed in range(4)]
         nodes, parents = text(model, 9, 7), random_parents(9, 2)
         parts = [Part(session, nodes, parents, (0, 4, 8), hidden_rows=(1, 8)) for session in sessions]
-        parts[1] = parts[1]._replace(inputs=vectors)
+        parts[1] = parts[1]._replace(inputs=vectors) if inputs else parts[1]
         parts[2] = parts[2]._replace(mlp_bias=mlp_bias) if biases else parts[2]
         parts[3] = parts[3]._replace(length=5, hidden_rows=())
         scored = one.score_hidden(parts, LAYERS)
