@@ -374,7 +374,7 @@ def test_the_log_is_readable_on_a_terminal(monkeypatch: pytest.MonkeyPatch, fiel
 
 def test_the_log_has_one_line_per_request_and_no_text(llm: outpace.LLM, capsys: pytest.CaptureFixture[str]) -> None:
     with served(llm) as site:
-        site.chat("the secret word", max_tokens=3)
+        site.chat("the secret word", max_tokens=3, ignore_eos=True)
         site.wait_idle()
         time.sleep(0.05)
     lines = logged(capsys)
