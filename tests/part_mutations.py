@@ -89,6 +89,11 @@ def returning(value: object) -> Original:
 nothing = returning(None)
 
 
+def unchanged(change: Original, given: Any, *more: Any, **named: Any) -> Any:
+    """Return the first argument as it was given."""
+    return given
+
+
 def undirected(add: Original, self: Any, jobs: Any, *given: Any) -> Any:
     for job in jobs:
         job.state.directives = DraftDirectives()

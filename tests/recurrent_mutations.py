@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mutation_checks import Mutation, Original
-from part_mutations import mutation
+from part_mutations import mutation, unchanged
 
 from outpace.models.base import Session
 from outpace.models.hf import states
@@ -67,10 +67,6 @@ def untiled(key_head: Original, sizes: Recurrence, head: int) -> Any:
     return key_head(replace(sizes, is_tiled=False), head)
 
 
-def uncopied(copy: Original, value: Any) -> Any:
-    return value
-
-
 RECURRENT_MUTATIONS: list[Mutation] = [
     mutation("recurrence: kept nodes are folded in another order", RecurrentMemory, "keep", backwards, PARTS),
     mutation("recurrence: rejected nodes are folded", RecurrentMemory, "keep", with_rejected, PARTS),
@@ -81,5 +77,5 @@ RECURRENT_MUTATIONS: list[Mutation] = [
     mutation("recurrence: a prefix ends anywhere", Session, "cut_below", anywhere, HITS),
     mutation("recurrence: products of chains without decays", recurrent, "log_decays", undecayed, PRODUCTS),
     mutation("recurrence: value heads of files not tiled", Recurrence, "key_head", untiled, FILES),
-    mutation("recurrence: states continue without a copy", states, "_copy", uncopied, COPIES),
+    mutation("recurrence: states continue without a copy", states, "_copy", unchanged, COPIES),
 ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mutation_checks import Original
-from part_mutations import mutation, nothing
+from part_mutations import mutation, nothing, unchanged
 
 from outpace.card import wire
 from outpace.card.wire import LevelLimit, SentRequest
@@ -113,10 +113,6 @@ def of_any_length(read: Original, self: SentRequest, message: Any, own: Any) -> 
 
 def no_text(texts_in: Original, *given: Any) -> Any:
     return ""
-
-
-def unchanged(change: Original, given: Any, *more: Any, **named: Any) -> Any:
-    return given
 
 
 def of_the_answer(merge: Original, messages: Any, roles: Any) -> list[dict[str, Any]]:

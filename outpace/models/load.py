@@ -146,7 +146,6 @@ def _load_head(spec: Any, path: Path, target: Loaded, options: LoadOptions) -> L
     from outpace.models.heads.load import load_head
 
     check_decoder_only(target.model, target.name, f"the head {spec}")
-
     if options.device != str(target.model.device).split(":")[0] and options.device != str(target.model.device):
         raise UserError(
             f"the head {spec} runs on the device of the target, {target.model.device}: leave out draft_device"

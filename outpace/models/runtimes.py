@@ -171,8 +171,8 @@ def _build_captured(
         "recurrent layers": config.recurrence,
         "experts": config.experts,
         "capped scores": config.score_cap,
+        "layers of two sizes": config.full_heads,
     }
-    parts |= {"layers of two sizes": config.full_heads}
     reason = next((name for name, part in parts.items() if part), None)
     if reason is None:
         return captured(config, *arguments, **options)

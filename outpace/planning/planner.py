@@ -127,22 +127,23 @@ class Planner:
         if rows > 1 and costs.captures[""].seconds(context.requests, context.budget):
             levels = self._batch_plan(model).levels if drafting == context.requests else 1
             rows = min(rows, max(self._max_rows(levels) - 1, 1))
-        return min(self._options.deepest, context.budget - 1, rows, self._max_steps(model))
+        return min(rows, self._max_steps(model))
 
     def _max_steps(self, model: ModelSource) -> int:
-        """Return the most draft steps of a round: no more than take `_MAX_DRAFTING` times as long as the pass."""
-        step = self._costs.draft_seconds(model.source, self._context.requests) * self._context.requests
-        seconds = self._costs.pass_seconds(self._context.requests)
+        """Return the most draft steps of a round, whatever is known of its rows: they take at most `_MAX_DRAFTING`
+        times as long as a pass of plain decoding, except a worker's."""
+        context, costs = self._context, self._costs
+        most = min(self._options.deepest, context.budget - 1)
+        step = costs.draft_seconds(model.source, context.requests) * context.requests
         if not step or model.source.name == WORKER.name:
-            return self._options.deepest
-        return max(int(_MAX_DRAFTING * seconds / step), 1)
+            return most
+        return min(most, max(int(_MAX_DRAFTING * costs.pass_seconds(context.requests) / step), 1))
 
     def _batch_plan(self, model: ModelSource) -> BatchPlan:
         """Return the plan for all requests together, without the limit on rows that were never timed: the way to a
         depth that pays may lead through depths that do not."""
         if model.plan is None:
-            max_levels = min(self._options.deepest, self._context.budget - 1, self._max_steps(model))
-            model.plan = self._context.batch.plan(model.source, model.acceptance, max_levels)
+            model.plan = self._context.batch.plan(model.source, model.acceptance, self._max_steps(model))
         return model.plan
 
     def _width(self, tree: TokenTree, model: ModelSource, leaves: Sequence[float] | None) -> int:

@@ -114,8 +114,11 @@ def build(path: Path, metadata: Mapping[str, Any]) -> GgufTokenizer:
 
     vocabulary = _Vocabulary(path, metadata)
     kind = vocabulary.field("model", str)
-    builders: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentence_piece}
-    builders["gemma4"] = _sentence_piece
+    builders: dict[str, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {
+        "gpt2": _byte_level,
+        "llama": _sentence_piece,
+        "gemma4": _sentence_piece,
+    }
     if kind not in builders:
         raise UserError(f"{path}: {unknown('tokenizer.ggml.model', kind, builders)}")
     try:

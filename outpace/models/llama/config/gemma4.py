@@ -22,6 +22,7 @@ from outpace.models.llama.config.fields import FULL, SLIDING, flag, number, read
 MODEL_TYPE, ARCHITECTURE = "gemma4_text", "Gemma4ForCausalLM"
 SHARE = 0.25  # of the pairs that layers without a window turn
 BY_LAYER, GLOBAL_DIM, GLOBAL_HEADS = "per_layer_config", "global_head_dim", "num_global_key_value_heads"
+LAYER_FIELDS = {"head_dim": GLOBAL_DIM, "num_key_value_heads": GLOBAL_HEADS}  # of `BY_LAYER`, as one field of all
 BIDIRECTIONAL = "use_bidirectional_attention"
 DEFAULTS: dict[str, Any] = gemma.DEFAULTS | {
     "vocab_size": 262144,
@@ -71,13 +72,10 @@ def with_flat_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if by_layer:
         sizes = [*by_layer.values()] if isinstance(by_layer, Mapping) else [None]
         one = sizes[0]
-        if not isinstance(one, Mapping) or any(other != one for other in sizes) or set(one) - {*_BY_LAYER}:
+        if not isinstance(one, Mapping) or any(other != one for other in sizes) or set(one) - {*LAYER_FIELDS}:
             raise unsupported_field(f"{BY_LAYER} {by_layer!r:.200}")
-        flat |= {_BY_LAYER[name]: value for name, value in one.items()}
+        flat |= {LAYER_FIELDS[name]: value for name, value in one.items()}
     return flat | {"num_experts_per_tok": flat.get("top_k_experts")}
-
-
-_BY_LAYER = {"head_dim": GLOBAL_DIM, "num_key_value_heads": GLOBAL_HEADS}
 
 
 def read_constants(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,16 @@ from outpace.models.llama.config.families import GELU
 from outpace.models.llama.config.llama_config import LlamaConfig
 from outpace.models.llama.config.recurrence import READ_TOGETHER, USUAL_NODES
 from outpace.models.llama.config.rope import BLOCK, Rotation
-from outpace.models.llama.native import weights
 from outpace.models.llama.native.binding import NativeOptions, check_supported, read_formats
-from outpace.models.llama.native.weights import PANEL, EmbeddingAndHead, Fetch, Packing, native_heads, padded_width
+from outpace.models.llama.native.weights import (
+    PANEL,
+    EmbeddingAndHead,
+    Fetch,
+    Packing,
+    build_layer,
+    native_heads,
+    padded_width,
+)
 from outpace.models.llama.weight_sources import StoredMatrix, split_fused
 from outpace.models.options import INT8, NATIVE_KV
 
@@ -137,14 +144,14 @@ def native_recurrence(kernels: Any, config: LlamaConfig) -> dict[str, Any]:
 def load_layer(
     packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, kv_dtype: str = "float32"
 ) -> tuple[Any, LayerExperts | None]:
-    """Build the kernels' layer `number`, and its experts if it has some."""
+    """Build the kernels' layer `number` from Hugging Face weight names, and its experts if it has some."""
     if not config.has_experts(number):
-        return weights.load_layer(packing, config, number, fetch, None, kv_dtype), None
+        return build_layer(packing, config, number, fetch, None, kv_dtype), None
     from outpace.models.llama.native.experts import load_experts  # for mixtures of experts only
 
     assert config.experts is not None
     experts = load_experts(packing, config.experts, f"model.layers.{number}.mlp.", fetch)
-    return weights.load_layer(packing, config, number, fetch, experts.packed, kv_dtype), experts
+    return build_layer(packing, config, number, fetch, experts.packed, kv_dtype), experts
 
 
 def host_floats(values: Tensor | np.ndarray) -> np.ndarray:
@@ -251,7 +258,7 @@ class NativeLlama(Model):
         options: NativeOptions,
         experts: Sequence[LayerExperts] = (),
     ) -> None:
-        """`layers`: the results of `weights.load_layer`; `experts`: those of them, in order."""
+        """`layers` and `experts`: what `load_layer` returns: every layer, and the experts that some have."""
         self.kernels = kernels
         sets = self.kernels.instruction_sets()
         if options.instruction_set not in ("", *sets):

@@ -165,10 +165,8 @@ def native_heads(kernels: Any, config: LlamaConfig, kv_dtype: str, layer: int | 
     return kernels.Heads(*sizes, kv_dtype, config.rms_norm_eps, **options)
 
 
-def load_layer(
-    packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, experts: Any = None, kv_dtype: str = "float32"
-) -> Any:
-    """Build the kernels' layer `number` from Hugging Face weight names. `experts`: the kernels' experts."""
+def build_layer(packing: Packing, config: LlamaConfig, number: int, fetch: Fetch, experts: Any, kv_dtype: str) -> Any:
+    """Build the kernels' layer with these experts of the kernels, or None."""
     config = config if number == 0 else replace(config, takes_features=False, norms_features=True)
     config = config.of_layer(number)
     prefix = f"model.layers.{number}."

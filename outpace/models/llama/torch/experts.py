@@ -55,8 +55,8 @@ class ExpertWeights:
     """A layer's experts, each with its gates and ups side by side. The router is a product of its own.
 
     `norm` [hidden] is that of `Normed`, for all experts. `correction` [experts] is added to the scores for the choice
-    only; `scales` [experts] are factors of weights. `shared`: the shared expert's gates and
-    ups, its output, and the gate of its output if it has one.
+    only; `scales` [experts] are factors of weights. `shared`: the shared expert's gates and ups, its output, and the
+    gate of its output if it has one.
     """
 
     sizes: Experts
