@@ -60,12 +60,11 @@ class Relay:
         self._start(self._accept)
 
     def cut(self) -> None:
-        """Break all connections."""
-        for one in self._sockets:
+        """Break all connections. The sockets are closed at the end: threads that still read one must not read another
+        that got its number."""
+        for one in list(self._sockets):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        self._sockets.clear()
 
     def close(self) -> None:
         with suppress(OSError):
@@ -73,6 +72,8 @@ class Relay:
         self._listener.close()
         self.is_held = False
         self.cut()
+        for one in self._sockets:
+            one.close()
 
     @staticmethod
     def _start(function: Any, *arguments: Any) -> None:
@@ -87,9 +88,10 @@ class Relay:
                 except OSError:
                     ours.close()
                     continue
+                for one in (ours, theirs):
+                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._sockets += [ours, theirs]
                 for one, other in ((ours, theirs), (theirs, ours)):
-                    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     queue: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
                     self._start(self._read, one, queue)
                     self._start(self._write, other, queue)
